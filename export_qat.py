@@ -13,14 +13,12 @@ from __future__ import annotations
 import sys
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))  # the patched tree; PYTHONSAFEPATH leaves it out
-from utils.qat.config.common import LoaderConfig
 from utils.qat.config.export import ExportConfig
-from utils.qat.config.settings import read_each, require_multiples
+from utils.qat.config.settings import read_each
 from utils.qat.config.tables import CHECKPOINTS
 from utils.qat.core.command import command, explain_out_of_memory, run_command
 from utils.qat.core.errors import QatError
@@ -29,6 +27,7 @@ from utils.qat.core.log import LOGGER, finish, quiet_upstream
 
 if TYPE_CHECKING:
     from models.deploy.formats.format import Export
+    from models.deploy.verify import Verification
 
 
 def parse_args(argv: Sequence[str] | None) -> list[ExportConfig]:
@@ -36,38 +35,13 @@ def parse_args(argv: Sequence[str] | None) -> list[ExportConfig]:
     return read_each(ExportConfig, argv, __doc__.splitlines()[0])
 
 
-def open_export(config: ExportConfig) -> Export:
-    """Load the checkpoint, and raise QatError for anything a format refuses, so that errors surface early."""
-    import torch
-
-    from models.deploy.formats.format import Export, with_sources
-    from models.quantize.checkpoint import CheckpointFile
-    from utils.qat.backends.pytorch import TorchModel
-    from utils.qat.core.machine import select_device
-    from utils.qat.untrusted.torchvision_weights import fetched
-
-    torch.backends.cudnn.allow_tf32 = False  # its mantissa is coarser than the INT8 grid
-    device, formats = select_device(config.device), with_sources(config.include)
-    for each in formats:
-        each.require(config, device)
-    predict = TorchModel(*CheckpointFile(fetched(config.weights)).load_any(device))
-    export = Export(replace(config, imgsz=config.imgsz or predict.quantized_for or predict.task.imgsz), predict)
-    require_multiples(export.config.imgsz, predict.stride)
-    for each in formats:
-        each.require_model(export)
-    return export
-
-
-def images_of(export: Export) -> tuple[Any, Any] | None:
+def verification_of(export: Export) -> Verification | None:
     """Open the data and images of --verify; None without it."""
-    from utils.qat.data.loaders import val_loader
-
-    config, predict = export.config, export.predict
-    if not config.verify:
+    if not export.config.verify:
         return None
-    data = predict.task.load_data(config.verify, predict, '--verify')
-    settings = LoaderConfig(batch_size=config.batch_size, imgsz=config.imgsz)
-    return data, val_loader(data, settings, predict.stride, square=True, limit=config.verify_images)
+    from models.deploy.verify import Verification
+
+    return Verification(export, export.config.verify)
 
 
 def report(export: Export) -> None:
@@ -78,15 +52,6 @@ def report(export: Export) -> None:
         LOGGER.info('\n'.join(written.lines))
         for warning in written.warnings:
             LOGGER.warning(warning)
-
-
-def verify_all(export: Export, images: tuple[Any, Any]) -> bool:
-    """Compare each file that runs here with PyTorch. Returns whether all keep the limits."""
-    from models.deploy.formats.format import verify
-
-    backends = {each: each.backend(export) for each in export.formats}
-    kept = [verify(export, each, backend, *images) for each, backend in backends.items() if backend]
-    return all(kept)
 
 
 def next_commands(export: Export) -> list[str]:
@@ -105,13 +70,15 @@ def next_commands(export: Export) -> list[str]:
 
 def export_one(config: ExportConfig) -> bool:
     """Export a checkpoint. Returns whether its files keep the limits of --verify."""
+    from models.deploy.formats.format import open_export, with_sources
+
     with explain_out_of_memory(config.batch_size):
         with quiet_upstream():
-            export = open_export(config)
-            images = images_of(export)
+            export = open_export(config, with_sources(config.include))
+            verification = verification_of(export)
             written = export.write()
         report(export)
-        kept = not images or verify_all(export, images)
+        kept = not verification or verification.keeps_limits()
     files = {kind: file for each in written for kind, file in each.files.items()}
     finish(*(next_commands(export) if kept else ()), **files)
     return kept

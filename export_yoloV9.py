@@ -8,12 +8,11 @@ segmentation model NvDsInferParseYoloSeg). Quantized checkpoints are exported to
 
 import sys
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))  # the patched tree; PYTHONSAFEPATH leaves it out
 from utils.qat.config.export import DeepStreamConfig
-from utils.qat.config.settings import read, require_multiples
+from utils.qat.config.settings import read
 from utils.qat.config.tables import CHECKPOINTS
 from utils.qat.core.command import run_command
 from utils.qat.core.files import require_source
@@ -37,16 +36,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     require_source(config.weights, '--weights', CHECKPOINTS)
 
     from models.deploy.formats.deepstream import FORMAT
-    from models.deploy.formats.format import Export
-    from models.quantize.checkpoint import CheckpointFile
-    from utils.qat.backends.pytorch import TorchModel
+    from models.deploy.formats.format import open_export
 
     with quiet_upstream():
-        predict = TorchModel(*CheckpointFile(config.weights).load_any())
-        config = replace(config, size=config.size or predict.quantized_for or predict.task.imgsz)
-        require_multiples(config.size, predict.stride, '--size')
-        export = Export(config.export(), predict)
-        FORMAT.require_model(export)
+        export = open_export(config.export(), [FORMAT], '--size')
         written = FORMAT.write(export, config.weights.with_name(f'{config.weights.name}.onnx'))
     LOGGER.info('\n'.join(written.lines))
     finish(*FORMAT.next_commands(export, written, ''), **written.files)

@@ -1,29 +1,27 @@
-"""The interface of an export format, and --verify of a written file. config/tables.py lists the formats."""
+"""A checkpoint that is opened for export, and the interface of an export format. config/tables.py lists the formats."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field, replace
 from importlib import import_module
-from importlib.util import find_spec
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
 
+from models.quantize.checkpoint import CheckpointFile
 from models.quantize.quantizers import has_zero_points
-from utils.qat.backends.file_model import open_file
 from utils.qat.backends.pytorch import TorchModel
 from utils.qat.config.export import ExportConfig
+from utils.qat.config.settings import require_multiples
 from utils.qat.config.tables import BACKENDS, FORMATS
-from utils.qat.core.files import sha256, write_json
-from utils.qat.core.log import LOGGER, RESULT, bar
-from utils.qat.core.machine import versions
+from utils.qat.core.machine import select_device
 from utils.qat.engine.next_step import after_scoring
-from utils.qat.evaluation.compare import compare_models
-from utils.qat.targets.target import Target, target_of_recipe
+from utils.qat.targets.target import target_of_recipe
+from utils.qat.untrusted.torchvision_weights import fetched
 
 
 @dataclass
@@ -50,42 +48,31 @@ class Written:
 
 @dataclass
 class Export:
-    """A loaded checkpoint and its exported files.
+    """A loaded checkpoint, what the formats need to know of it, and its exported files.
 
     Attributes:
         config: with the image size of the model.
         predict: the model.
         written: format → its files, including formats that are only sources of others.
+        int8: whether the checkpoint is quantized.
+        target: the engine that it was quantized for.
+        zero_points: whether a zero point of it is not 0.
+        kept_float: the blocks of a quantized checkpoint that its user left in float.
     """
 
     config: ExportConfig
     predict: TorchModel
     written: dict[str, Written] = field(default_factory=dict)
 
+    def __post_init__(self) -> None:
+        recipe = self.predict.recipe
+        self.int8, self.target = recipe is not None, target_of_recipe(recipe)
+        self.zero_points, self.kept_float = has_zero_points(self.predict.model), (recipe or {}).get('kept_float', ())
+
     @property
     def formats(self) -> list[Format]:
         """The formats of --include."""
         return [load_format(name) for name in self.config.files]
-
-    @property
-    def int8(self) -> bool:
-        """Whether the checkpoint is quantized."""
-        return self.predict.recipe is not None
-
-    @property
-    def target(self) -> Target:
-        """The engine that the checkpoint was quantized for."""
-        return target_of_recipe(self.predict.recipe)
-
-    @property
-    def zero_points(self) -> bool:
-        """Whether a zero point of the checkpoint is not 0."""
-        return has_zero_points(self.predict.model)
-
-    @property
-    def kept_float(self) -> Sequence[str]:
-        """The blocks of a quantized checkpoint that its user left in float."""
-        return (self.predict.recipe or {}).get('kept_float', ())
 
     def write(self) -> list[Written]:
         """Write the files of --include. Formats that are only sources of others go to a scratch folder."""
@@ -168,50 +155,15 @@ def size_of(*files: Path) -> str:
     return f'{sum(file.stat().st_size for file in files) / 1e6:.1f} MB'
 
 
-def verify(export: Export, file_format: Format, backend: str, data: Any, loader: Any) -> bool:
-    """Compare a written file with PyTorch: log the verdict, write a .verify.json beside it, and tell whether the limits are kept.
-
-    backend: runs the file. data: of --verify. loader: its images.
-    """
-    config, path, task = export.config, export.written[file_format.name].path, export.predict.task
-    device, limits, title = export.predict.device, config.limits(export.int8), BACKENDS[backend].title
-    model = open_file(path, device, backend)
-    [comparison] = compare_models(
-        file_format.reference(export),
-        [model],
-        loader,
-        device,
-        data.names,
-        progress=lambda it: bar(it, 'verifying'),
-        task=task,
-    )
-    beyond = task.comparing().beyond_limits(comparison, limits)
-    # MODEL.verify.json, but MODEL.xml.verify.json: both files may be verified
-    file = path.with_name(f'{path.stem if path.suffix == ".onnx" else path.name}.verify.json')
-    library = find_spec(backend) and import_module(backend)  # PyTorch runs the other files
-    write_json(
-        file,
-        {
-            'settings': {**config.plain(), 'opset': config.onnx_opset},
-            'versions': {**versions(), **({backend: library.__version__} if library else {})},
-            'onnx': {'file': path, 'sha256': sha256(path)},
-            'limits': asdict(limits),
-            'above_limits': beyond,
-            **comparison,
-        },
-    )
-    how, names = task.comparing(), ('PyTorch', title)
-    seen = f'{comparison["images"]} images of {config.verify}, {task.seen_as(config.imgsz, True)}'
-    lines = [
-        f'\n{title} ({path.name}) against PyTorch on {seen}: {how.in_a_clause(comparison)}.',
-        f'limits: {how.limits_text(limits, comparison)}: {"exceeded" if beyond else "kept"}',
-        *model.notes,
-    ]
-    scores = how.scores_table([comparison], names)
-    LOGGER.log(RESULT, '\n'.join(lines) + f'\n\n{scores}' * bool(scores) + f'\nresults {file}\n')
-    if beyond:
-        LOGGER.error(
-            f'{path}: above the limits of --verify: {"; ".join(beyond)}. The file stays. AP is uncertain on few images: '
-            'use more (--verify-images 0 takes all), or set its limit with --max-ap-diff'
-        )
-    return not beyond
+def open_export(config: ExportConfig, formats: Sequence[Format], flag: str = '--imgsz') -> Export:
+    """Load a checkpoint for `formats`, and raise QatError for anything that one of them refuses. flag: the name of the option of the size."""
+    torch.backends.cudnn.allow_tf32 = False  # its mantissa is coarser than the INT8 grid
+    device = select_device(config.device)
+    for each in formats:
+        each.require(config, device)
+    predict = TorchModel(*CheckpointFile(fetched(config.weights)).load_any(device))
+    export = Export(replace(config, imgsz=config.imgsz or predict.quantized_for or predict.task.imgsz), predict)
+    require_multiples(export.config.imgsz, predict.stride, flag)
+    for each in formats:
+        each.require_model(export)
+    return export

@@ -22,6 +22,12 @@ from utils.qat.benchmark.tables import pixels
 from utils.qat.config.deploy import BenchmarkConfig
 from utils.qat.config.settings import Sides
 from utils.qat.config.tables import BACKENDS
+from utils.qat.core.errors import QatError
+
+WHERE = {  # the only type of a device → why a backend cannot run on another
+    'cpu': 'computes on the CPU, and this is --device {}; --device cpu measures it',
+    'cuda': 'needs an NVIDIA GPU, and this is --device {}',
+}
 
 
 @dataclass(frozen=True)
@@ -73,6 +79,7 @@ class Measured(ABC):
         stream: CUDA stream of the work; None on a CPU.
         parameters: their number; None if the engine does not tell.
         layers: their number, likewise.
+        runs_on: types of the devices that it can run on.
         several: whether it can answer several queries at once, see `serve`.
         streams: number of queries at once, known after `serve`.
     """
@@ -82,6 +89,7 @@ class Measured(ABC):
     stream: torch.cuda.Stream | None = None
     parameters: int | None = None
     layers: int | None = None
+    runs_on: tuple[str, ...] = ('cpu', 'cuda')
     several = False
     streams: int | None = None
 
@@ -95,10 +103,21 @@ class Measured(ABC):
         if self.device.type == 'cuda':
             self.stream = torch.cuda.Stream(self.device)
 
-    @staticmethod
-    def missing(backend: str, device: torch.device) -> str:
+    @classmethod
+    def missing(cls, backend: str, device: torch.device) -> str:
         """Return why `backend` cannot run on `device`; '' if it can."""
+        title = BACKENDS[backend].title
+        if device.type not in cls.runs_on:
+            return f'{title}: {WHERE[cls.runs_on[0]].format(device)}'
+        try:
+            cls.require(backend, title)
+        except QatError as e:
+            return str(e)
         return ''
+
+    @staticmethod
+    def require(backend: str, title: str) -> None:
+        """Raise QatError if the library of `backend` is missing. title: begins the message."""
 
     @staticmethod
     def precisions(model: ModelFile, device: torch.device) -> tuple[str, ...]:

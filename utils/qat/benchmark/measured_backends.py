@@ -24,7 +24,7 @@ from utils.qat.benchmark.measured import Conditions, Measured, MeasuredSession, 
 from utils.qat.benchmark.model_files import Inputs, ModelFile, OpenInputs, fixed_batch
 from utils.qat.config.deploy import BuildConfig
 from utils.qat.config.settings import require_multiples
-from utils.qat.config.tables import BACKENDS, ENGINES
+from utils.qat.config.tables import ENGINES
 from utils.qat.core.errors import QatError
 from utils.qat.core.files import sha256
 from utils.qat.core.log import LOGGER
@@ -101,9 +101,9 @@ class MeasuredOnnxRuntime(MeasuredSession):
         self.types = f'{self.types}, Q/DQ not fused'
         return OnnxRuntime(file, self.device, AS_WRITTEN, **options)
 
-    @staticmethod
+    @classmethod
     @override
-    def missing(backend: str, device: torch.device) -> str:
+    def missing(cls, backend: str, device: torch.device) -> str:
         if device.type == 'cuda' and cuda_missing():
             return (
                 'ONNX Runtime: the one installed has no CUDA (onnxruntime-gpu has); --device cpu measures it on the CPU'
@@ -137,6 +137,7 @@ class MeasuredOnnxRuntime(MeasuredSession):
 class MeasuredOpenVINO(MeasuredSession):
     """OpenVINO, which answers several queries in streams."""
 
+    runs_on = ('cpu',)
     several = True
     session: OpenVINO
 
@@ -150,14 +151,8 @@ class MeasuredOpenVINO(MeasuredSession):
 
     @staticmethod
     @override
-    def missing(backend: str, device: torch.device) -> str:
-        if device.type != 'cpu':
-            return f'OpenVINO: computes on the CPU, and this is --device {device}; --device cpu measures it'
-        try:
-            load_openvino()
-        except QatError as e:
-            return str(e)
-        return ''
+    def require(backend: str, title: str) -> None:
+        load_openvino(title)
 
     @staticmethod
     @override
@@ -203,18 +198,13 @@ class MeasuredOpenVINO(MeasuredSession):
 class MeasuredLiteRT(MeasuredSession):
     """LiteRT, whose input is written before the time is taken."""
 
+    runs_on = ('cpu',)
     session: LiteRT
 
     @staticmethod
     @override
-    def missing(backend: str, device: torch.device) -> str:
-        if device.type != 'cpu':
-            return f'LiteRT: computes on the CPU, and this is --device {device}; --device cpu measures it'
-        try:
-            load_litert('LiteRT')
-        except QatError as e:
-            return str(e)
-        return ''
+    def require(backend: str, title: str) -> None:
+        load_litert(title)
 
     @override
     def bind(self, host: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -229,6 +219,7 @@ class MeasuredLiteRT(MeasuredSession):
 class MeasuredTensorRT(MeasuredSession):
     """An engine of TensorRT or TensorRT-RTX, with its own buffers, optionally as a CUDA graph."""
 
+    runs_on = ('cuda',)
     session: TensorRT
 
     @override
@@ -241,15 +232,8 @@ class MeasuredTensorRT(MeasuredSession):
 
     @staticmethod
     @override
-    def missing(backend: str, device: torch.device) -> str:
-        title = BACKENDS[backend].title
-        if device.type != 'cuda':
-            return f'{title}: needs an NVIDIA GPU, and this is --device {device}'
-        try:
-            load_tensorrt(backend, title)
-        except QatError as e:
-            return str(e)
-        return ''
+    def require(backend: str, title: str) -> None:
+        load_tensorrt(backend, title)
 
     @staticmethod
     @override

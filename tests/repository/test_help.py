@@ -59,6 +59,37 @@ def test_help_with_no_package_installed(patched, command):
     assert done.stdout.startswith('usage: ') and '-h, --help' in done.stdout
 
 
+@pytest.mark.parametrize(
+    'words',
+    [
+        'qat.py quantize --weights m.pt --data d.yaml',
+        'qat.py sensitive --weights m.pt --data d.yaml',
+        'qat.py eval --weights m.pt --data d.yaml',
+        'reparameterization.py --weights m.pt',
+        'export_qat.py --weights m.pt',
+        'export_yoloV9.py --weights m.pt',
+        'val_trt.py --weights m.onnx --data d.yaml',
+        'compare_outputs.py m.pt m.onnx --random 2',
+        'benchmark_trt.py m.onnx',
+        'segment/qat_seg.py quantize --weights m.pt --data d.yaml',
+        'classify/qat_cls.py quantize --weights m.pt --data .',
+        'scripts/audit_onnx.py m.onnx',
+        'scripts/build_engine.py m.onnx',
+        'scripts/infer_onnx.py m.onnx i.jpg',
+    ],
+    ids=lambda words: ' '.join(words.split()[:2]),
+)
+def test_a_command_with_no_package_installed(patched, tmp_path, words):
+    for name in ('m.pt', 'm.onnx', 'd.yaml', 'i.jpg'):
+        (tmp_path / name).touch()
+    file, *arguments = words.split()
+    line = [sys.executable, '-S', '-E', patched / file, *arguments]
+    done = subprocess.run(line, cwd=tmp_path, capture_output=True, text=True, stdin=subprocess.DEVNULL)
+    assert (done.returncode, done.stdout) == (2, '') and len(done.stderr.splitlines()) == 1, done.stderr[-2000:]
+    assert re.search(r'error: the package \w+ is not installed for .*; .* \./install_dependencies\.sh$', done.stderr)
+    assert sorted(f.name for f in tmp_path.iterdir()) == ['d.yaml', 'i.jpg', 'm.onnx', 'm.pt'], 'it writes nothing'
+
+
 def test_a_client_without_its_packages():
     """It is copied to machines that have nothing of ours."""
     line = [sys.executable, '-S', '-E', REPO / 'examples/infer_engine.py', 'model', 'image']

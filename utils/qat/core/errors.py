@@ -11,7 +11,9 @@ from __future__ import annotations
 import errno
 import os
 import re
+import shlex
 import shutil
+import sys
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
@@ -35,6 +37,7 @@ UNPATCHED = (
     'this folder is no patched YOLOv9, which the commands run in; lay the toolkit over a clone: '
     'scripts/get_yolov9.sh ../yolov9 && ./patch_yolov9.sh ../yolov9 && cd ../yolov9'
 )
+INSTALL = f"install what the commands need, in the toolkit's folder: PYTHON={shlex.quote(sys.executable)} ./install_dependencies.sh"
 OPEN_FILES = 'too many open files; allow more with: ulimit -n 4096, or use fewer --workers'
 
 
@@ -65,6 +68,10 @@ def explain(error: BaseException) -> str | None:
     for kind, words, line in CASES:
         if isinstance(error, kind) and re.search(words, str(error)):
             return line if isinstance(line, str) else line()
+    if isinstance(error, ModuleNotFoundError) and '.' not in (
+        error.name or '.'
+    ):  # else a part of a package that is there
+        return f'the package {error.name} is not installed for {sys.executable}; {INSTALL}'
     return None
 
 

@@ -69,7 +69,6 @@ def dry_run(config: QuantizeConfig) -> None:
     from utils.qat.backends.pytorch import TorchModel
     from utils.qat.config.settings import typed_words
     from utils.qat.run.report import dry_run_tables
-    from utils.qat.targets.target import load_target
     from utils.qat.untrusted.torchvision_weights import fetched
 
     with quiet_upstream(), TemporaryDirectory() as scratch:
@@ -79,7 +78,7 @@ def dry_run(config: QuantizeConfig) -> None:
     config.check_model(loaded)
     named = {path: type(m).__name__ for path, m in layers(model).items()}
     if config.exchanges:
-        require_exchange(model, config.activation, load_target(config.target))
+        require_exchange(model, config)
         LOGGER.log(RESULT, f'{len(chosen_activations(model, config))} activation functions become {config.activation}')
     conversion, groups = prepare(model, config, FloatBlocks.of(model, config, file.sha256).paths)
     tables, scales = dry_run_tables(named, conversion.swapped, conversion.kept_float, groups)
@@ -140,7 +139,7 @@ def sensitive(config: SensitiveConfig, folder: Path | None) -> None:
     import time
 
     start = time.perf_counter()
-    from models.quantize.activations import exchangeable, exchanged, require_exchange
+    from models.quantize.activations import exchangeable, exchanged
     from models.quantize.analysis.sensitivity import analyse
     from models.quantize.calibration.ptq import calibrated
     from models.quantize.head_outputs import require_known_head
@@ -158,13 +157,10 @@ def sensitive(config: SensitiveConfig, folder: Path | None) -> None:
         summary_table,
         write_markdown,
     )
-    from utils.qat.targets.target import load_target
 
     inputs = open_inputs(config)
     config = inputs.config
     require_known_head(inputs.model, 'sensitive', 'choose what stays in float with: python qat.py quantize --exclude')
-    if config.exchanges:
-        require_exchange(inputs.model, config.activation, load_target(config.target))
     images = inputs.calibration_images()
     loader = inputs.scored_images(square=True, limit=config.num_image or None, scored=config.metric != 'distortion')
 

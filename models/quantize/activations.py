@@ -15,10 +15,10 @@ import torch.nn as nn
 from torchvision.ops.misc import SqueezeExcitation
 
 from models.quantize.network import left_out
-from utils.qat.config.qat import QuantizeConfig
+from utils.qat.config.qat import CalibrationConfig, QuantizeConfig
 from utils.qat.core.distributed import all_reduce
 from utils.qat.core.errors import QatError
-from utils.qat.targets.target import Target
+from utils.qat.targets.target import load_target
 
 SLOPES = [0.125 + 0.0025 * i for i in range(51)]  # candidates; that of Hardswish is 1/6
 VALUES = 1 << 16  # of each activation function and batch, at most, which the slope is fitted to
@@ -94,8 +94,9 @@ def exchangeable(model: nn.Module, activation: str) -> list[str]:
     ]
 
 
-def require_exchange(model: nn.Module, activation: str, target: Target) -> None:
-    """Raise QatError if nothing in `model` can be exchanged for `activation`, or the target's engine gains nothing by it."""
+def require_exchange(model: nn.Module, config: CalibrationConfig) -> None:
+    """Raise QatError if config.activation replaces nothing in `model`, or the target's engine gains nothing by it."""
+    activation, target = config.activation, load_target(config.target)
     if activation not in target.gains_by:
         raise QatError(
             f'--activation {activation}: {target.title} computes it no faster than SiLU; use {" or ".join(target.gains_by)}, '

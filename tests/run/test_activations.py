@@ -31,11 +31,13 @@ from test_resume import interrupted
 from utils.qat.backends.detections import prepared
 from utils.qat.config.tables import TARGETS
 from utils.qat.core.errors import QatError
+from utils.qat.core.run_folder import DELIVERED
 from utils.qat.data.dataset import load_data
 from utils.qat.data.loaders import EpochBatches, TrainingImages, val_loader
 from utils.qat.graph.audit import audit
 from utils.qat.graph.audit_rules import rules_of
 from utils.qat.run.sensitivity_summary import FILE, worst
+from utils.qat.run.state import STATE
 from utils.qat.targets.target import load_target
 
 ACTIVATIONS = tuple(REPLACED)
@@ -324,3 +326,22 @@ def test_interrupted_in_the_adaptation_and_gone_on_with_is_the_same_run(small, t
     for name in files[0]:
         states = [load_any(folder / 'weights' / name)[0].state_dict() for folder in (run, tmp_path / 'b')]
         assert same(*states), name
+
+
+def test_without_fine_tuning_a_run_that_went_on_delivers_its_model(small, tmp_path):
+    words = '--weights', small.single, '--data', small.data, '--project', tmp_path
+    recipe = '--activation', 'relu', '--activation-epochs', 2, '--epochs', 0
+    folder, best = tmp_path / 'exp', tmp_path / 'exp' / DELIVERED
+    said = interrupted('relu, epoch 2/2', 1, 'qat.py', 'quantize', *words, *OPTIONS, *recipe)
+    assert f'--resume {folder}' in said and (folder / STATE).is_file() and not best.exists()
+    command('qat.py', 'quantize', '--resume', folder)
+    report = json.loads((folder / 'report.json').read_text())
+    assert best.read_bytes() == (folder / report['ptq']['file']).read_bytes() and not (folder / STATE).exists()
+
+
+def test_before_a_state_is_there_an_interrupt_names_no_resume(small, tmp_path):
+    words = '--weights', small.single, '--data', small.data, '--project', tmp_path
+    said = interrupted(
+        'relu, epoch 1/10', 1, 'qat.py', 'quantize', *words, *OPTIONS, '--activation', 'relu', '--epochs', 0
+    )
+    assert '--resume' not in said

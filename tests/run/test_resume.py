@@ -19,7 +19,7 @@ from faults import sampled
 from zoo import command, image, load_quantized, same, settings, state
 
 from models.quantize.finetuning.loop import Epoch, finetune
-from models.quantize.run import stages
+from models.quantize.run import adaptation, stages
 from utils.qat.core.errors import QatError
 from utils.qat.core.machine import versions
 from utils.qat.data.dataset import load_data, load_hyp
@@ -318,7 +318,8 @@ def interrupted(at, number, *words):
             yield item
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(stages, 'bar', bar)
+        for module in (stages, adaptation):
+            patch.setattr(module, 'bar', bar)
         return command(*words, code=130)
 
 

@@ -9,7 +9,6 @@ import torch
 import torch.nn as nn
 from torch.utils.data import DataLoader
 
-from models.quantize.activations import require_exchange
 from models.quantize.calibration.ptq import FloatBlocks
 from models.quantize.checkpoint import CheckpointFile
 from utils.qat.backends.pytorch import TorchModel
@@ -24,7 +23,6 @@ from utils.qat.data.dataset import VARIED, Data, load_hyp
 from utils.qat.data.image_folders import ImageFolders
 from utils.qat.data.loaders import Images, TrainingImages, calibration_images, training_images, val_loader
 from utils.qat.evaluation.detection_scores import require_annotations
-from utils.qat.targets.target import load_target
 
 
 @dataclass(frozen=True)
@@ -52,18 +50,28 @@ class Inputs:
         """Open the images of the calibration."""
         return calibration_images(self.data, self.config, self.stride, self.device, self.shard)
 
+    def training_images(self, hyp: dict[str, Any] | None, **changes: Any) -> TrainingImages:
+        """Open the images of a fine-tuning. changes: of the settings; hyp: see loaders.training_images."""
+        config = replace(self.config, **changes)
+        return training_images(self.data, config, self.stride, self.device, hyp, self.shard)
+
+
+@dataclass
+class CalibrationInputs:
+    """What a calibration needs, and the adaptation to other activation functions before it."""
+
+    images: Images
+    float_blocks: FloatBlocks
+    adaptation: TrainingImages | None  # None without --activation
+
 
 @dataclass
 class RunInputs:
-    """The images and the float blocks of a `quantize` run, which `sensitive` does not need.
+    """The images of a `quantize` run, and its float blocks, which `sensitive` does not need."""
 
-    A resumed run was calibrated before, unless it was interrupted in the adaptation to other activation functions.
-    """
-
-    float_blocks: FloatBlocks | None  # None for a resumed run without --activation
     scored: dict[str, DataLoader]  # 'val', and 'held out' if images are held out
-    calibration: Images | None  # likewise
-    adaptation: TrainingImages | None  # None without --activation
+    # None for a resumed run; but one with --activation may have been interrupted before the calibration
+    calibration: CalibrationInputs | None
     training: TrainingImages | None  # None without fine-tuning
 
 
@@ -91,6 +99,10 @@ def open_inputs(config: CalibrationConfig) -> Inputs:
         file = CheckpointFile(config.weights)
         model = TorchModel(file.load_float(device))
     config.check_model(model)
+    if config.exchanges:
+        from models.quantize.activations import require_exchange  # here, because few runs need it
+
+        require_exchange(model.model, config)
     config = replace(config, imgsz=config.imgsz or model.task.imgsz)
     require_multiples(config.imgsz, model.stride)
     data = model.task.load_data(config.data, model)
@@ -106,8 +118,6 @@ def open_run(inputs: Inputs) -> RunInputs:
     config = inputs.config
     if config.hyp and not inputs.task.augments:
         raise QatError(f'--hyp {config.hyp}: images of {inputs.task.title} are not augmented, leave it out')
-    if config.exchanges:
-        require_exchange(inputs.model, config.activation, load_target(config.target))
     calibrates = config.exchanges or not config.resume
     float_blocks = FloatBlocks.of(inputs.model, config, inputs.sha256) if calibrates else None
     hyp = load_hyp(config.hyp) if config.hyp else None
@@ -117,13 +127,10 @@ def open_run(inputs: Inputs) -> RunInputs:
         require_annotations(inputs.data, scored['val'].dataset.im_files)
     if config.val_split:
         scored['held out'] = inputs.scored_images('held out')
-    calibration = inputs.calibration_images() if calibrates else None
-
-    adaptation = training = None
-    if config.exchanges:
+    calibration = None
+    if float_blocks:
         varied = VARIED if inputs.task.augments and len(set(config.imgsz)) == 1 else None
-        unlabelled = replace(config, task_loss=0.0)
-        adaptation = training_images(inputs.data, unlabelled, inputs.stride, inputs.device, hyp or varied, inputs.shard)
-    if config.epochs:
-        training = training_images(inputs.data, config, inputs.stride, inputs.device, hyp, inputs.shard)
-    return RunInputs(float_blocks, scored, calibration, adaptation, training)
+        adaptation = inputs.training_images(hyp or varied, task_loss=0.0) if config.exchanges else None
+        calibration = CalibrationInputs(inputs.calibration_images(), float_blocks, adaptation)
+    training = inputs.training_images(hyp) if config.epochs else None
+    return RunInputs(scored, calibration, training)

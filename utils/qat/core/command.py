@@ -159,15 +159,18 @@ def _say(line: str) -> None:
 
 
 @contextlib.contextmanager
-def resumable(command: str) -> Iterator[None]:
-    """If an interrupt or the system stops the block, raise a KeyboardInterrupt or QatError that names `command`."""
+def resumable(state: Path, command: str) -> Iterator[None]:
+    """If an interrupt or the system stops the block, and the file `state` is there, raise an error that names `command`.
+
+    The error is a KeyboardInterrupt or a QatError.
+    """
     try:
         yield
     except KeyboardInterrupt as e:
-        raise KeyboardInterrupt(command) from e
+        raise KeyboardInterrupt(*([command] if state.is_file() else [])) from e
     except KINDS as e:
         problem = explain(e)
-        if problem is None or getattr(e, 'filename', None) == OUTPUT:
+        if problem is None or getattr(e, 'filename', None) == OUTPUT or not state.is_file():
             raise
         raise QatError(f'{problem}; what was finished is whole, go on with: {command}') from e
 

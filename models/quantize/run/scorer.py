@@ -1,0 +1,89 @@
+"""Scores of the models of a `quantize` run, each compared with the float model, on the same images."""
+
+import time
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch.nn as nn
+from torch.utils.data import DataLoader
+
+from models.quantize.head_outputs import ComparedModel
+from models.quantize.run.inputs import Inputs
+from utils.qat.backends.pytorch import TorchModel
+from utils.qat.core.log import LOGGER
+from utils.qat.evaluation.chance import boxes_and_masks, difference, in_words, points_lost
+from utils.qat.evaluation.evaluate import evaluate
+from utils.qat.evaluation.score_tables import merit_title, score_cells, score_titles
+from utils.qat.run.state import FLOAT, State
+
+
+class StageScorer:
+    """Scores models as plain metrics, with 'against_float' once the float model is scored.
+
+    It scores on the images `split`, a key of state.resampled, in the batches of `loader` (loaders.val_loader). `state` gets the
+    times, and the AP on resamples of each model. `progress` wraps an iterable, with a text, such as log.bar.
+    """
+
+    def __init__(
+        self, inputs: Inputs, state: State, split: str, loader: DataLoader, progress: Callable[..., Iterable]
+    ) -> None:
+        self.inputs, self.loader, self.progress = inputs, loader, progress
+        self.annotations = inputs.data.annotations if split == 'val' else None
+        self.suffix = '' if split == state.chosen_on else f', {split}'  # of names in the log
+        self.resampled, self.times = state.resampled[split], state.times
+
+    def of_float(self) -> dict[str, Any]:
+        """Score the float model."""
+        return self._score(TorchModel(self.inputs.model), FLOAT)
+
+    def of_quantized(self, model: nn.Module, name: str) -> dict[str, Any]:
+        """Score a quantized model; 'sqnr' is the SQNR of each part of the head's outputs in dB."""
+        compared = ComparedModel(model, self.inputs.model)
+        metrics = self._score(compared, name)
+        metrics.update(compared.distance())
+        metrics['sqnr'] = {part: round(value, 3) for part, value in compared.sqnr().items()}
+        if 'divergence' in metrics:
+            same, apart = metrics['agreement'], metrics['divergence']
+            LOGGER.info(
+                f'{"":<14} the same class as float for {same:.2%} of the images, divergence of the scores {apart:.5f}'
+            )
+        sqnr = ', '.join(f'{part} {value:.2f} dB' for part, value in metrics['sqnr'].items())
+        LOGGER.debug(f'{"":<14} SQNR of the head: {sqnr}')
+        return metrics
+
+    def points_lost(self, trial: nn.Module, budget: float, first: bool) -> float:
+        """Score a trial model: the points that it loses beyond chance. Warn at the `first` one if `budget` is below chance."""
+        against = self._score(TorchModel(trial), 'trial')['against_float']
+        chance = 100 * max(part['chance'] for part in boxes_and_masks(against))
+        if chance > budget and first:
+            LOGGER.warning(
+                f'--max-drop {budget}: less than chance, which is {chance:.2f} points on these '
+                f'{len(self.loader.dataset)} images: no layer is left in float for a loss within chance; to keep '
+                'so small a budget use more images (val in --data)'
+            )
+        LOGGER.info(f'{points_lost(against):.2f} points lost beyond chance, at most {budget} allowed')
+        return points_lost(against)
+
+    def _score(self, predict: TorchModel, name: str) -> dict[str, Any]:
+        start, text = time.perf_counter(), f'{name}{self.suffix}'
+        metrics = evaluate(
+            predict,
+            self.loader,
+            self.inputs.data.names,
+            self.inputs.device,
+            annotations=self.annotations,
+            progress=lambda it: self.progress(it, f'evaluating {text}'),
+            resample=True,
+        )
+        plain, masks = metrics.plain(), f'  mask AP {metrics.mask["ap"]:.4f}' if metrics.mask else ''
+        shown = '  '.join(
+            f'{title} {value}' for title, value in zip(score_titles(plain)[0], score_cells(plain)) if value != '-'
+        )
+        self.times[f'evaluate {text}'] = seconds = round(time.perf_counter() - start, 2)
+        LOGGER.info(f'{text:<14} {shown}{masks}  ({seconds:.1f} s)')
+        self.resampled[name] = metrics.resampled
+        if name == FLOAT or FLOAT not in self.resampled:
+            return plain
+        against = difference(self.resampled[FLOAT], metrics.resampled)
+        LOGGER.info(f'{"":<14} against float: {in_words(against, merit_title(plain))}')
+        return {**plain, 'against_float': against}

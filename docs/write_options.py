@@ -52,7 +52,7 @@ def section(command: str, known: dict[tuple[str, str], tuple[str, str]]) -> Iter
 
     Args:
         command: one of COMMANDS.
-        known: (option, help) → (the first command that has them, the default there). They are only named again. New ones are
+        known: (option, its text) → (the first command that has them, the default there). They are only named again. New ones are
             added.
     """
     kind = COMMANDS[command]
@@ -63,10 +63,12 @@ def section(command: str, known: dict[tuple[str, str], tuple[str, str]]) -> Iter
         for field, option in found:
             if field.name in kind.HIDDEN:
                 continue
-            name, default = flag(field, option), default_of(field, option)
-            first, told = known.setdefault((name, option.help), (command, default))
+            name = flag(field, option)
+            text, _, default = help_of(field, option).partition('; default: ')
+            default = default and f' ({default})'
+            first, told = known.setdefault((name, text), (command, default))
             if first == command:
-                items.append(f'- `{name}`: {option.help}{default}')
+                items.append(f'- `{name}`: {text}{default}')
             else:
                 same.setdefault(first, []).append(f'`{name.split()[0]}`{default if default != told else ""}')
         if items:
@@ -74,12 +76,6 @@ def section(command: str, known: dict[tuple[str, str], tuple[str, str]]) -> Iter
             yield '\n'.join(items)
     for first, names in same.items():
         yield f'As `{first}`: {", ".join(names)}.'
-
-
-def default_of(field: Field, option: Option) -> str:
-    """Write the default of an option in brackets, unless its help tells it."""
-    told = help_of(field, option).removeprefix(option.help).removeprefix('; default: ')
-    return f' ({told})' if told else ''
 
 
 def page() -> str:

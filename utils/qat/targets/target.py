@@ -32,7 +32,7 @@ class Target:
         only_here: a clause: why TensorRT cannot read a file with zero points, and its drawback in other engines.
         in_openvino: a clause: the drawback of a detector's file in OpenVINO; '' for none.
         in_openvino_classes: likewise for a classifier's file.
-        simulated_in: backends that compute the INT8 of its files in float, slower than a float model.
+        simulated_in: backends that compute INT8 convolutions of its files in float.
     """
 
     name: str
@@ -76,7 +76,7 @@ def simulated_note(metadata: Mapping[str, str], backend: str) -> list[str]:
         return []
     title, made_for = BACKENDS[backend].title, load_target(metadata.get('target', DEFAULT_TARGET)).title
     return [
-        f'{title} computes the INT8 of this file in float, slower than the float model: it was quantized for {made_for}; '
+        f'{title} computes INT8 convolutions of this file in float: it was quantized for {made_for}; '
         f'for speed in {title}: qat.py quantize --target {backend}'
     ]
 

@@ -262,9 +262,8 @@ def test_the_page_of_options_is_that_of_its_script():
 WALKTHROUGH = REPO / 'docs' / 'walkthrough.md'
 # so that the demo takes seconds: fewer images and steps
 SMALL = {
-    'qat.py quantize': '--imgsz 320 --epochs 1 --iters 2 --calib-images 8',
-    'qat.py sensitive': '--imgsz 320 --num-image 4 --calib-images 8',
-    'export_qat.py': '--imgsz 320',
+    'qat.py quantize': '--epochs 1 --iters 2 --calib-images 8',
+    'qat.py sensitive': '--num-image 4 --calib-images 8',
     'benchmark_trt.py': '--duration 0.2',
     '../../demo/make_data.py': '--train 12 --val 6',
 }

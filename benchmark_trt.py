@@ -146,12 +146,11 @@ def main(argv: Sequence[str] | None = None) -> None:
             done.sort(key=lambda pair: measurements.index(pair[0]))
             report['results'] = [result for _, result in done]
             if report['results']:
-                said = write_benchmark(folder, report, config.formats)
+                said = write_benchmark(folder, report)
                 LOGGER.log(RESULT, '\n' + '\n\n'.join(said) + '\n')
                 if disturbed := disturbance(report['results']):
                     LOGGER.warning(disturbed)
-                written = {'report': folder / 'benchmark.md'} if 'md' in config.formats else {}
-                finish(next_command(config.models, config.data, tasks), results=folder, **written)
+                finish(next_command(config.models, config.data, tasks), results=folder, report=folder / 'benchmark.md')
     if not report['results']:
         raise QatError('; '.join(dict.fromkeys(left_out)))
 

@@ -9,7 +9,6 @@ from itertools import chain
 import onnxruntime
 import pytest
 from conftest import REPO, TREE
-from faults import sampled
 
 from test_help import FILES
 from utils.qat.core.machine import CHOSEN, onnx_options
@@ -98,27 +97,12 @@ def test_it_is_said_before_torch_is_loaded(watched, file):
         )
 
 
-BEGUN = 'import torch; torch.zeros(1 << 22).add_(1)'
 needs_two = pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason='one CPU: no thread waits for another')
 
 
 @needs_two
 def test_threads_of_pytorch_sleep():
     assert 3 * busy('import utils.qat') < busy('import utils.qat', OMP_WAIT_POLICY='active')
-
-
-@needs_two
-@pytest.mark.parametrize(
-    'first', sampled(['import val', 'import torch, models.common', f'{BEGUN}; import utils.general'], 3, 1)
-)
-def test_they_sleep_where_upstream_loads_torch_first(first):
-    assert busy(first) < 0.2
-
-
-@needs_two
-@pytest.mark.faults
-def test_upstream_does_as_the_user_said():
-    assert 3 * busy('import val') < busy('import val', OMP_WAIT_POLICY='active')
 
 
 @pytest.mark.faults

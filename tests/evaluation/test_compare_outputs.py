@@ -122,7 +122,7 @@ def test_ranks_of_several_models_stand_side_by_side_in_the_report(folder):
 def test_the_benchmark_scores_classifiers_alike(folder):
     line = (
         '{f}/a.onnx {f}/b.onnx --data {f}/data --baseline a.onnx --duration 0.01 --warmup 0 --batch 1 '
-        '--backend onnxruntime --formats json --device cpu --workers 0 --project {f} --name benchmark'
+        '--backend onnxruntime --device cpu --workers 0 --project {f} --name benchmark'
     )
     command('benchmark_trt.py', *words(line, f=folder))
     a, b = json.loads((folder / 'benchmark/benchmark.json').read_text())['results']

@@ -173,7 +173,6 @@ benchmark_trt.py --device cpu
     {files}/float.onnx --baseline none.onnx | --baseline none.onnx: no such file
     {files}/float.onnx --data none.yaml | --data none.yaml: no such file
     {files}/float.pt --imgsz 64,no     | --imgsz 64,no: must be one number
-    {files}/float.onnx --formats xml   | --formats xml: must be of md, csv, json, png
     {files}/float.onnx --batch 1,two   | --batch 1,two: must be numbers
     {files}/float.onnx --batch 0       | --batch 0: must be numbers
     {files}/float.onnx --duration 0    | --duration 0.0: must be more than 0

@@ -20,7 +20,6 @@ import inspect
 import logging
 import os
 import pickle
-import re
 import shutil
 import sys
 import tempfile
@@ -223,42 +222,6 @@ def pkg_resources_module() -> bool:
     return True
 
 
-def missing_packages_reported() -> bool:
-    """Log the packages that upstream misses.
-
-    utils/general.py:377-406: with automatic installation off, `check_requirements` finds what is missing and says
-    nothing. Delete when upstream logs it.
-    """
-    import pkg_resources
-
-    real = pkg_resources.require
-    # Headless builds of OpenCV, and the stand-ins for IPython and GitPython below, serve as well.
-    modules = {'opencv-python': 'cv2', 'ipython': 'IPython', 'gitpython': 'git'}
-
-    @functools.wraps(real)
-    def require(*requirements: Any) -> Any:
-        try:
-            return real(*requirements)
-        except (pkg_resources.DistributionNotFound, pkg_resources.VersionConflict) as missing:
-            if called_from_upstream():
-                wanted = ' '.join(map(str, requirements))
-                module = modules.get(re.split(r'[^\w.-]', wanted)[0])
-                if module and importlib.util.find_spec(module):
-                    return None
-                if os.environ['YOLOv5_AUTOINSTALL'].lower() != 'true':
-                    LOGGER.warning(
-                        'requirements: YOLOv9 asks for %s: %s. Nothing is installed by itself; if the command '
-                        "fails for want of it: pip install '%s'",
-                        wanted,
-                        type(missing).__name__,
-                        wanted,
-                    )
-            raise
-
-    pkg_resources.require = require
-    return True
-
-
 def ipython_module() -> bool:
     """Stand in for the module IPython.
 
@@ -457,40 +420,9 @@ def seaborn_when_used() -> bool:
     return True
 
 
-def openmp_sleeps() -> bool:
-    """Let OpenMP's threads sleep although torch was loaded before `utils.qat`.
-
-    train*.py, val*.py, detect.py and most others import torch before anything of ours: too late for OMP_WAIT_POLICY,
-    see machine.py. But GCC's OpenMP spins 100 times instead of 300000 while it has more threads than CPUs (its
-    manual, GOMP_SPINCOUNT), and each computing thread gets its own team of threads. So an extra thread computes once,
-    then sleeps for ever with its team. Delete when upstream imports torch after utils.
-    """
-    import torch
-
-    from utils.qat.core import machine
-
-    workers = torch.get_num_threads()
-    if not machine.too_late or workers == 1:
-        return False
-    ready = threading.Event()
-
-    def compute_and_sleep() -> None:
-        try:
-            # PyTorch gives a thread 32768 elements or more.
-            torch.zeros(workers << 16, dtype=torch.uint8, device='cpu').add_(1)
-        finally:
-            ready.set()
-        threading.Event().wait()
-
-    threading.Thread(target=compute_and_sleep, name='yolov9-qat: OpenMP sleeps', daemon=True).start()
-    ready.wait()
-    return True
-
-
 SHIMS = (
     auto_install_off,
     pkg_resources_module,
-    missing_packages_reported,
     ipython_module,
     git_module,
     numpy_trapz,
@@ -501,5 +433,4 @@ SHIMS = (
     torchscript_onnx_export,
     cuda_amp_quiet,
     seaborn_when_used,
-    openmp_sleeps,
 )

@@ -4,7 +4,7 @@ The pictures show latency as bars, throughput against batch, memory and utilisat
 timing.Result. A series (model, backend, precision, image size) has one colour in all three.
 """
 
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,14 +22,12 @@ from utils.qat.benchmark.tables import (
     short_table,
     with_short_names,
 )
-from utils.qat.config.deploy import REPORTS
 from utils.qat.core.files import write_json, write_picture, write_text
 from utils.qat.core.machine import machine_table
-from utils.qat.core.text import Markdown, code, escaped, literal
+from utils.qat.core.text import Markdown, code, escaped, image, literal
 
 WIDE_RANGE = 20  # ratio of largest to smallest value from which an axis is logarithmic
 DISTURBED = 25  # per cent: if other processes use more of the CPU, times are unreliable
-PICTURES = {'latency.png': 'latency', 'throughput.png': 'throughput', 'usage.png': 'memory and utilisation'}
 
 
 def label(result: dict[str, Any]) -> str:
@@ -203,8 +201,8 @@ def with_clock(report: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def markdown(report: dict[str, Any], pictures: Collection[str]) -> str:
-    """Make benchmark.md from the content of benchmark.json, with short names. pictures: names of the files beside it."""
+def markdown(report: dict[str, Any]) -> str:
+    """Make benchmark.md from the content of benchmark.json, with short names."""
     settings = report['settings']
     left_out = [f'- {escaped(line)}' for line in report['left_out']]
     results, disturbed = report['results'], disturbance(report['results'])
@@ -224,7 +222,9 @@ def markdown(report: dict[str, Any], pictures: Collection[str]) -> str:
         *(['Left out:', '\n'.join(left_out)] if left_out else []),
         '## Machine',
         machine_table(with_clock(report)),
-        *[f'![{text}]({file})' for file, text in PICTURES.items() if file in pictures],
+        image('latency', 'latency.png'),
+        image('throughput', 'throughput.png'),
+        *[image('memory and utilisation', 'usage.png')] * bool(report['usage']),
         '## As trtexec says it',
         *[
             f'{escaped(", ".join(filter(None, series(r))))}, batch {r["batch"]}\n\n{code(*summary(r).splitlines())}'
@@ -234,31 +234,22 @@ def markdown(report: dict[str, Any], pictures: Collection[str]) -> str:
     return '\n\n'.join(parts) + '\n'
 
 
-def write_benchmark(folder: Path, report: dict[str, Any], formats: Collection[str] = REPORTS) -> list[str]:
-    """Write benchmark.json, benchmark.md, benchmark.csv, latency.png, throughput.png and, if usage was sampled, usage.png.
+def write_benchmark(folder: Path, report: dict[str, Any]) -> list[str]:
+    """Write benchmark.json, benchmark.md, benchmark.csv and the pictures; usage.png only if usage was sampled.
 
-    Args:
-        folder: where to write.
-        report: 'settings', 'machine', 'left_out' (lines), 'results' (plain Results) and 'usage' (samples of a Usage).
-        formats: of REPORTS; others are not written.
+    report: 'settings', 'machine', 'left_out' (lines), 'results' (plain Results) and 'usage' (samples of a Usage).
 
     Returns:
         What a terminal shows: a table, notes, and the conclusions.
     """
     report = {**report, 'results': with_changes(report['results'], report['settings']['baseline'])}
     short = {**report, 'results': with_short_names(report['results'])}
-    pictures = []
-    if 'json' in formats:
-        write_json(folder / 'benchmark.json', {**report, 'machine': with_clock(report)})
-    if 'csv' in formats:
-        write_text(folder / 'benchmark.csv', csv_text(short['results']))
-    if 'png' in formats:
-        plot_latency(folder / 'latency.png', short['results'])
-        plot_throughput(folder / 'throughput.png', short['results'])
-        if report['usage']:
-            plot_usage(folder / 'usage.png', short)
-        pictures = [name for name in PICTURES if name != 'usage.png' or report['usage']]
-    if 'md' in formats:
-        write_text(folder / 'benchmark.md', markdown(short, pictures))
+    write_json(folder / 'benchmark.json', {**report, 'machine': with_clock(report)})
+    write_text(folder / 'benchmark.csv', csv_text(short['results']))
+    plot_latency(folder / 'latency.png', short['results'])
+    plot_throughput(folder / 'throughput.png', short['results'])
+    if report['usage']:
+        plot_usage(folder / 'usage.png', short)
+    write_text(folder / 'benchmark.md', markdown(short))
     simulated = [r for r in short['results'] if r['types'] == SIMULATED]
     return [short_table(short['results']), '\n'.join([*notes(simulated), *conclusions(short['results'])])]

@@ -24,7 +24,6 @@ from utils.qat.core.errors import QatError
 PRECISIONS = ('auto', 'fp32', 'fp16', 'int8')  # of an engine that is built
 MEASURED = ('fp32', 'bf16', 'fp16', 'int8')  # of a benchmark
 WORKSPACE = 4096  # MiB. Fixed, so that a build does not depend on the free memory
-REPORTS = ('md', 'csv', 'json', 'png')  # of a benchmark's results
 MEMORY = Range(1, words='be 1 (MiB) or more')
 measurement = partial(option, group='measurement')
 comparison = partial(option, group='comparison')
@@ -194,9 +193,6 @@ class BenchmarkConfig(LabelledConfig, FolderConfig):
         'score each model too, on the val images of this data YAML; of classifiers a folder with a folder per class',
     )
     batch_size: int = option(10, '')  # of the scoring; --batch is measured
-    formats: tuple[str, ...] = option(
-        REPORTS, f'files to write, of {",".join(REPORTS)}; default: all', parse=words, allowed=REPORTS
-    )
     project: Path = option(Path('runs/benchmark'), 'results go to PROJECT/NAME, engines to PROJECT/engines')
 
     def problems(self) -> Iterable[tuple[Any, str]]:

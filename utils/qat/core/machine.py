@@ -68,7 +68,6 @@ ROWS = {
 ASLEEP = {'OMP_WAIT_POLICY': 'passive', 'GOMP_SPINCOUNT': '3000'}
 ONNX_RUNTIME_SPINS = '100'  # us
 CHOSEN = 'OMP_WAIT_POLICY', 'GOMP_SPINCOUNT', 'KMP_BLOCKTIME'  # of OpenMP, of GCC's library, of LLVM's and Intel's
-too_late = False  # OpenMP had read its variables before `sleep_while_waiting` set one; see compat.openmp_sleeps
 
 
 def select_device(text: str) -> torch.device:
@@ -306,10 +305,8 @@ def sleep_while_waiting() -> None:
 
     OpenMP reads these variables once, when torch is loaded.
     """
-    global too_late
     if not any(name in os.environ for name in CHOSEN):
         os.environ.update(ASLEEP)
-        too_late = 'torch' in sys.modules
 
 
 def onnx_options(entries: Mapping[str, str] | None = None) -> ort.SessionOptions:

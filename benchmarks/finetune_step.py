@@ -10,13 +10,11 @@ random and already on the device; loading is not measured.
 
 import argparse
 import gc
-import json
 import os
-import platform
 import statistics
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from copy import deepcopy
 from pathlib import Path
 from typing import Any
@@ -34,8 +32,11 @@ from models.quantize.finetuning.loop import supervised_layers
 from models.quantize.finetuning.training_step import DTYPES, GraphedStep, TrainingStep, head_emits_raw_maps
 from models.quantize.scales import tie_scales
 from utils.qat.config.qat import AMP, QuantizeConfig
+from utils.qat.core.command import Parser, run_command
+from utils.qat.core.files import write_json
 from utils.qat.core.log import quiet_upstream
-from utils.qat.core.machine import describe, select_device
+from utils.qat.core.machine import describe, select_device, versions
+from utils.qat.core.text import markdown_table
 
 
 def float_step(student: torch.nn.Module, teacher: torch.nn.Module, amp: str) -> Callable[[torch.Tensor], torch.Tensor]:
@@ -99,9 +100,9 @@ def prepare(
     return images, teacher, quantized, supervised_layers(quantized, 1)
 
 
-def main() -> None:
+def main(argv: Sequence[str] | None = None) -> None:
     """Measure all kinds of steps, print a table and write the figures to --json."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = Parser(description=__doc__.splitlines()[0])
     parser.add_argument('--weights', type=Path, required=True, help='float checkpoint, reparameterized')
     parser.add_argument('--device', default='')
     parser.add_argument('--batch-size', type=int, default=10)
@@ -110,7 +111,7 @@ def main() -> None:
     parser.add_argument('--steps', type=int, default=30, help='per repeat')
     parser.add_argument('--repeats', type=int, default=3)
     parser.add_argument('--json', type=Path, default=Path('finetune_step.json'))
-    args = parser.parse_args()
+    args = parser.parse_args(argv)
 
     device = select_device(args.device)
     cuda = device.type == 'cuda'
@@ -141,28 +142,18 @@ def main() -> None:
             rows[-1]['times_float'] = ms / base['ms']
             rows[-1]['memory_times_float'] = reserved / base['reserved_mib'] if cuda else None
 
+    def cells(row: dict[str, Any]) -> list[str]:
+        shown = [row['amp'], row['kind'], f'{row["ms"]:.1f}', f'{row["times_float"]:.2f}']
+        memory = f'{row["allocated_mib"]:.0f} / {row["reserved_mib"]:.0f}', f'{row["memory_times_float"] or 0:.2f}'
+        return [*shown, *(memory if cuda else ())]
+
+    memory = ['peak MiB (allocated / reserved)', 'x float pair (reserved)'] * cuda
     print(
-        f'\n{args.weights.stem}, batch {args.batch_size}, {args.imgsz} px, {describe(device)}, torch {torch.__version__}\n\n'
-        '| --amp | | ms | x float pair | peak MiB (allocated / reserved) | x float pair (reserved) |\n|---|---|---|---|---|---|'
+        f'\n{args.weights.stem}, batch {args.batch_size}, {args.imgsz} px, {describe(device)}, torch {torch.__version__}\n'
     )
-    for r in rows:
-        memory = (
-            f'{r["allocated_mib"]:.0f} / {r["reserved_mib"]:.0f} | {r["memory_times_float"]:.2f}' if cuda else '- | -'
-        )
-        print(f'| {r["amp"]} | {r["kind"]} | {r["ms"]:.1f} | {r["times_float"]:.2f} | {memory} |')
-    args.json.write_text(
-        json.dumps(
-            {
-                'device': describe(device),
-                'torch': torch.__version__,
-                'python': platform.python_version(),
-                'settings': {k: str(v) if isinstance(v, Path) else v for k, v in vars(args).items()},
-                'rows': rows,
-            },
-            indent=1,
-        )
-    )
+    print(markdown_table(('--amp', '', 'ms', 'x float pair', *memory), [cells(row) for row in rows]))
+    write_json(args.json, {'device': describe(device), 'versions': versions(), 'settings': vars(args), 'rows': rows})
 
 
 if __name__ == '__main__':
-    main()
+    sys.exit(run_command(main))

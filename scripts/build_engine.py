@@ -68,17 +68,17 @@ def measure_layers(config: BuildConfig, layer: Path, profile: Path) -> None:
     """Measure the layers of config.engine on random images of the best batch, and write the JSON files."""
     import torch
 
+    from utils.qat.backends.tensorrt import TensorRT
     from utils.qat.core.files import write_json
-    from utils.qat.engine.runner import EngineRunner
 
     if not torch.cuda.is_available():
         raise QatError(
             f'--generate-graph: measures the engine on an NVIDIA GPU, and PyTorch sees none here; {config.engine} is built'
         )
-    with EngineRunner(config.engine, backend=config.backend) as runner:
-        images = {name: torch.rand(best) for name, (_, best, _) in runner.inputs.items()}
-        write_json(layer, runner.layers())
-        write_json(profile, runner.profile(images))
+    with TensorRT(config.engine, backend=config.backend) as engine:
+        images = {name: torch.rand(best) for name, (_, best, _) in engine.inputs.items()}
+        write_json(layer, engine.layers())
+        write_json(profile, engine.profile(images))
 
 
 def require_tuner(config: BuildConfig, version: tuple[int, ...] | None) -> None:

@@ -40,20 +40,6 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     return parser.parse_args(argv)
 
 
-def next_command(args: argparse.Namespace) -> str:
-    """Choose the next command: the benchmark if the engine is beside its layers, else this command with whole lists."""
-    built = args.layer.with_name(f'{args.layer.name.removesuffix(".layer.json")}.engine')
-    if built.is_file():
-        return command('benchmark_trt.py', built)
-    words = [
-        word
-        for flag in ('layer', 'profile', 'output')
-        for word in (f'--{flag}', getattr(args, flag))
-        if getattr(args, flag)
-    ]
-    return command('scripts/draw_engine.py', *words, '--verbose')
-
-
 def main(argv: Sequence[str] | None = None) -> None:
     """Write the tables and pictures of the engine, and print its findings."""
     args = parse_args(argv)
@@ -80,7 +66,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     except QatError as e:  # the tables, which are the purpose of the command, stay
         LOGGER.warning(e)
         pictures = {}
-    finish(next_command(args), layers=csv, graph=dot, **pictures)
+    built = args.layer.with_name(f'{args.layer.name.removesuffix(".layer.json")}.engine')
+    finish(*[command('benchmark_trt.py', built)] * built.is_file(), layers=csv, graph=dot, **pictures)
 
 
 if __name__ == '__main__':

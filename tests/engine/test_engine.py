@@ -19,13 +19,13 @@ from tqdm import tqdm
 from zoo import command, python
 
 from utils.qat.backends.onnxruntime import OnnxRuntime
+from utils.qat.backends.tensorrt import require_within
 from utils.qat.config.deploy import BuildConfig, min_opt_max
 from utils.qat.core.errors import QatError
 from utils.qat.core.files import sha256
 from utils.qat.engine.api import VERSIONS
 from utils.qat.engine.build import EngineFromOnnx
 from utils.qat.engine.plan import Plan
-from utils.qat.engine.runner import require_within
 from utils.qat.engine.sidecar import read_sidecar, require_fit, sidecar_of, write_sidecar
 from utils.qat.engine.trtexec import arguments, build_with_trtexec, version_in, version_of
 from utils.qat.graph.half import to_half

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from typing_extensions import Self
 
 from utils.qat.backends.detections import Detections
 from utils.qat.config.export import END2END, MASKS
@@ -81,7 +82,7 @@ class Session(ABC):
         They are on the session's device, and valid until the next call.
         """
 
-    def __enter__(self) -> Session:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:

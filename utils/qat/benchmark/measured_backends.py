@@ -225,9 +225,8 @@ class MeasuredTensorRT(MeasuredSession):
     @override
     def open(self, measurement: Measurement, file: Path, conditions: Conditions) -> TensorRT:
         session = TensorRT(file, self.device, measurement.backend, conditions.config.cuda_graph)
-        self.engine = session.engine
-        self.types = (self.engine.sidecar or {}).get('precision') or self.types or 'as built'
-        self.stream, self.layers = self.engine.stream, self.engine.engine.num_layers
+        self.types = (session.sidecar or {}).get('precision') or self.types or 'as built'
+        self.stream, self.layers = session.stream, session.engine.num_layers
         return session
 
     @staticmethod
@@ -247,18 +246,18 @@ class MeasuredTensorRT(MeasuredSession):
     def accepts(self) -> OpenInputs:
         """Return the inputs of the engine; an axis is open where the profile has a range."""
         return {
-            name: (self.engine.dtype(name), tuple(a if a == b else None for a, b in zip(smallest, largest)))
-            for name, (smallest, _, largest) in self.engine.inputs.items()
+            name: (self.session.dtype(name), tuple(a if a == b else None for a, b in zip(smallest, largest)))
+            for name, (smallest, _, largest) in self.session.inputs.items()
         }
 
     @override
     def bind(self, host: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        self.outputs = list(self.engine.prepare({name: tensor.shape for name, tensor in host.items()}).values())
-        return {name: self.engine.buffers[name][: tensor.numel()].view(tensor.shape) for name, tensor in host.items()}
+        self.outputs = list(self.session.prepare({name: tensor.shape for name, tensor in host.items()}).values())
+        return {name: self.session.buffers[name][: tensor.numel()].view(tensor.shape) for name, tensor in host.items()}
 
     @override
     def compute(self) -> None:
-        self.engine.enqueue()
+        self.session.enqueue()
 
 
 class MeasuredPyTorch(Measured):

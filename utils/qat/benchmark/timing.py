@@ -30,16 +30,8 @@ def statistics(samples: Sequence[float] | np.ndarray) -> dict[str, float]:
 
     Percentiles are interpolated, as NumPy does.
     """
-    p90, p95, p99 = np.percentile(samples, (90, 95, 99)).tolist()
-    return {
-        'min': float(np.min(samples)),
-        'max': float(np.max(samples)),
-        'mean': float(np.mean(samples)),
-        'median': float(np.median(samples)),
-        'p90': p90,
-        'p95': p95,
-        'p99': p99,
-    }
+    own = {name: float(getattr(np, name)(samples)) for name in ('min', 'max', 'mean', 'median')}
+    return own | {f'p{p}': float(np.percentile(samples, p)) for p in (90, 95, 99)}
 
 
 @dataclass

@@ -89,6 +89,17 @@ def markdown_table(header: Sequence[Any], rows: Iterable[Sequence[Any]], right: 
     return '\n'.join([line(cells[0]), rule, *map(line, cells[1:])])
 
 
+def listed(title: str, lines: Sequence[str], limit: int | None) -> list[str]:
+    """Make a list of a report: an empty line, the title with the number of `lines`, and the first `limit` of them (None = all)."""
+    rest = len(lines) - len(lines[:limit])
+    return [
+        '',
+        f'{title}: {len(lines)}',
+        *(f'  {line}' for line in lines[:limit]),
+        *[f'  ... and {rest} more'] * bool(rest),
+    ]
+
+
 def literal(text: str) -> str:
     """Escape text for Matplotlib: $ begins a formula, and _ at its begin leaves a label out of a legend."""
     text = text.replace('$', r'\$')

@@ -1,1 +1,1 @@
-"""Build, run and describe TensorRT engines."""
+"""Build and describe TensorRT engines."""

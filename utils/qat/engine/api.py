@@ -1,7 +1,7 @@
 """The installed TensorRT: its module, the capabilities of its version, its log and its progress.
 
 One code path serves TensorRT 8.6, 10 and 11 and TensorRT-RTX. Differences are detected once from the module itself
-(`capabilities`), never from the version number. Neither this file nor `runner` and `build` import TensorRT before it is needed.
+(`capabilities`), never from the version number. Neither this file nor `build` imports TensorRT before it is needed.
 """
 
 import importlib

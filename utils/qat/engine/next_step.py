@@ -9,10 +9,10 @@ from utils.qat.engine.api import load_tensorrt
 from utils.qat.engine.trtexec import find_trtexec
 
 
-def can_build(backend: str = 'tensorrt') -> bool:
-    """Tell whether TensorRT, or the other builder of engines that `backend` names, is installed."""
+def can_build() -> bool:
+    """Tell whether TensorRT is installed."""
     try:
-        return bool(backend == 'tensorrt' and find_trtexec()) or bool(load_tensorrt(backend))
+        return bool(find_trtexec() or load_tensorrt())
     except QatError:
         return False
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import onnx
 
-from utils.qat.core.text import markdown_table
+from utils.qat.core.text import listed, markdown_table
 from utils.qat.graph.audit_rules import CHECKS, CHOICE, DFL, FINDINGS, HEAD, Finding, Rules, float_reason, is_int8
 from utils.qat.graph.onnx_graph import (
     CONVS,
@@ -153,12 +153,6 @@ def plain_audit(found: Audit) -> dict[str, Any]:
 
 def audit_text(found: Audit, limit: int | None = None) -> str:
     """Format an audit as text: tables, then up to `limit` places of each kind of finding."""
-
-    def listed(title: str, lines: Sequence[str]) -> list[str]:
-        rest = len(lines) - len(lines[:limit])
-        more = [f'  ... and {rest} more'] if rest else []
-        return ['', f'{title}: {len(lines)}', *(f'  {line}' for line in lines[:limit]), *more]
-
     inputs = ', '.join(f'{name} {list(shape) if shape else "of unknown shape"}' for name, shape in found.images.items())
     typing = ', '.join(f'{kind} ({n} nodes)' for kind, n in found.typing.items())
     lines = [
@@ -181,15 +175,16 @@ def audit_text(found: Audit, limit: int | None = None) -> str:
         markdown_table(('finding', 'places'), [[FINDINGS[kind], n] for kind, n in finding_counts(found).items()])
     )
     lines += listed(
-        'In float, as it should be', [f'{c.name}: {c.reason}' for c in found.convs if c.reason in (HEAD, DFL)]
+        'In float, as it should be', [f'{c.name}: {c.reason}' for c in found.convs if c.reason in (HEAD, DFL)], limit
     )
     chosen = [c.name for c in found.convs if c.reason == CHOICE]
-    lines += listed('In float by choice', chosen) if chosen else []
+    lines += listed('In float by choice', chosen, limit) if chosen else []
     lines += listed(
         f'For information: INT8 convolutions with channels (in, out per group) that are no multiples of {TILE}',
         [f'{c.name}: {", ".join(map(str, c.channels or ()))}' for c in found.misaligned],
+        limit,
     )
     for kind, meaning in FINDINGS.items():
         places = [f'{f.where}: {f.detail}' for f in found.findings if f.kind == kind]
-        lines += listed(f'Finding, {meaning}', places) if places else []
+        lines += listed(f'Finding, {meaning}', places, limit) if places else []
     return '\n'.join([*lines, '', f'{len(found.findings) or "no"} findings'])

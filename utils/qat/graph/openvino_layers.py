@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from utils.qat.core.text import markdown_table
+from utils.qat.core.text import listed, markdown_table
 
 if TYPE_CHECKING:
     import openvino
@@ -211,9 +211,7 @@ def layers_text(found: Int8Layers, reasons: dict[str, str], limit: int | None = 
     }
     lines = [str(found), '', markdown_table(('layer', 'computes in', 'number', 'ms', 'share'), rows)]
     for title, places in lists.items():
-        rest = len(places) - len(places[:limit])
-        lines += ['', f'{title}: {len(places)}', *(f'  {place}' for place in places[:limit])]
-        lines += [f'  ... and {rest} more'] * bool(rest)
+        lines += listed(title, places, limit)
     return '\n'.join(lines)
 
 

@@ -18,7 +18,9 @@ from utils.qat.engine.api import VERSIONS, Capability, capabilities, load_tensor
 SURFACES = json.loads((REPO / 'tests/data/tensorrt_api.json').read_text())
 del SURFACES['source']
 FILES = [
-    *(REPO / 'utils/qat/engine' / f'{name}.py' for name in ('api', 'build', 'runner')),
+    REPO / 'utils/qat/engine/api.py',
+    REPO / 'utils/qat/engine/build.py',
+    REPO / 'utils/qat/backends/tensorrt.py',
     REPO / 'examples/infer_engine.py',
 ]
 # An expression in these files → the class whose attributes are asked of it
@@ -62,7 +64,7 @@ def module_of(surface):
 
 
 def test_the_source_is_read():
-    """The walk finds what the runner and the builder are known to call, of every class."""
+    """The walk finds what the session and the builder are known to call, of every class."""
     assert {*GUARDED, ('IExecutionContext', 'execute_async_v3'), ('OnnxParser', 'parse_from_file')} <= asked()
     by_getattr = {'BuilderFlag', 'NetworkDefinitionCreationFlag'}
     assert {name for name, _ in asked()} >= set(CLASS_OF.values()) - by_getattr

@@ -15,7 +15,6 @@ from typing import Any, ClassVar, TypeVar, get_args, get_origin
 from utils.qat.core.command import Parser, typed_sides
 from utils.qat.core.errors import QatError, check
 from utils.qat.core.text import Markdown, code, escaped, markdown_table
-from utils.qat.untrusted.json_schema import NONE, between
 
 Sides = tuple[int, int]  # height, width in pixels; one number stands for both
 WHAT, RUN = 'what and where', 'run'  # the first and the last group of -h
@@ -115,18 +114,6 @@ def require_multiples(imgsz: Sides, stride: int, flag: str = '--imgsz') -> None:
     raise QatError(
         f'{flag} {given}: must be multiples of {stride}, the stride of the model, such as {" or ".join(dict.fromkeys(near))}'
     )
-
-
-def json_kinds(kind: type['Settings']) -> dict[str, Any]:
-    """Return the kind of each setting in JSON, see json_schema.misfit. The settings themselves check ranges."""
-    one = {Path: str, float: between(-1e9, 1e9), int: between(-(2**32), 2**32, (int,))}
-    kinds = {}
-    for f in fields(kind):
-        element, several = kind_of(f.type)
-        kind_in_json = one.get(element, element)
-        kind_in_json = [kind_in_json] if several else kind_in_json
-        kinds[f.name] = (NONE, kind_in_json) if isinstance(f.type, UnionType) else kind_in_json
-    return kinds
 
 
 @dataclass(frozen=True)

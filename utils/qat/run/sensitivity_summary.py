@@ -7,7 +7,7 @@ from typing import Any
 from matplotlib.figure import Figure
 
 from utils.qat.config.qat import SensitiveConfig
-from utils.qat.config.settings import closing, json_kinds
+from utils.qat.config.settings import closing
 from utils.qat.config.tables import DEFAULT_TARGET, TARGETS
 from utils.qat.core.errors import QatError
 from utils.qat.core.files import require_file, write_document, write_picture
@@ -15,6 +15,7 @@ from utils.qat.core.machine import PACKAGES
 from utils.qat.core.text import escaped, image, literal, markdown_table, visible
 from utils.qat.evaluation.chance import RESAMPLES, in_points, in_words
 from utils.qat.evaluation.score_tables import is_scored, merit_title, score_cells, task_in
+from utils.qat.run.state import json_kinds
 from utils.qat.targets.target import Target, load_target
 from utils.qat.untrusted.json_schema import (
     AGAINST,

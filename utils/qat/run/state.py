@@ -12,12 +12,13 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
+from types import UnionType
 from typing import Any
 
 import numpy as np
 
 from utils.qat.config.qat import QuantizeConfig
-from utils.qat.config.settings import flag_of, json_kinds, kind_of, plain
+from utils.qat.config.settings import Settings, flag_of, kind_of, plain
 from utils.qat.core.errors import QatError
 from utils.qat.core.files import write_torch
 from utils.qat.core.machine import PACKAGES
@@ -37,6 +38,7 @@ from utils.qat.untrusted.json_schema import (
     SECONDS,
     SQNR,
     anything,
+    between,
     misfit,
     read_json,
 )
@@ -50,6 +52,18 @@ FREE = ('device', 'workers')  # options that change no result
 NAMED = re.compile(r'weights/[^/\0]*\.pt')
 # of a stage: of a detector, or of a classifier
 STAGES = METRICS, CLASS_METRICS
+
+
+def json_kinds(kind: type[Settings]) -> dict[str, Any]:
+    """Return the kind of each setting in JSON, see json_schema.misfit. The settings themselves check ranges."""
+    one = {Path: str, float: between(-1e9, 1e9), int: between(-(2**32), 2**32, (int,))}
+    kinds = {}
+    for f in fields(kind):
+        element, several = kind_of(f.type)
+        kind_in_json = one.get(element, element)
+        kind_in_json = [kind_in_json] if several else kind_in_json
+        kinds[f.name] = (NONE, kind_in_json) if isinstance(f.type, UnionType) else kind_in_json
+    return kinds
 
 
 @dataclass

@@ -60,7 +60,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     require_file(args.model, 'MODEL', ('.onnx',))
 
     from utils.qat.core.files import write_json
-    from utils.qat.engine.next_step import can_build
+    from utils.qat.engine.api import can_build
     from utils.qat.graph import audit
     from utils.qat.graph.audit_rules import rules_of
     from utils.qat.graph.onnx_file import load, naming

@@ -39,8 +39,7 @@ class Which(Action):
 
     def __call__(self, parser: ArgumentParser, *_: Any) -> None:
         """Print the version and end the process."""
-        from utils.qat.engine.api import load_tensorrt
-        from utils.qat.engine.trtexec import find_trtexec, version_of
+        from utils.qat.engine.api import find_trtexec, load_tensorrt, version_of
 
         trtexec = find_trtexec()
         print(version_of(trtexec)[0] if trtexec else load_tensorrt().__version__.split('.')[0])
@@ -120,10 +119,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     config, graph = parse_args(argv)
     require_source(config.onnx, 'MODEL', ('.onnx',))
 
-    from utils.qat.engine.api import VERSIONS
+    from utils.qat.engine.api import VERSIONS, find_trtexec, version_of
     from utils.qat.engine.build import EngineFromOnnx
     from utils.qat.engine.plan import Plan
-    from utils.qat.engine.trtexec import build_with_trtexec, find_trtexec, version_of
+    from utils.qat.engine.trtexec import build_with_trtexec
 
     if graph and config.tune_build_routes:
         raise QatError(

@@ -23,11 +23,11 @@ from utils.qat.backends.tensorrt import require_within
 from utils.qat.config.deploy import BuildConfig, min_opt_max
 from utils.qat.core.errors import QatError
 from utils.qat.core.files import sha256
-from utils.qat.engine.api import VERSIONS
+from utils.qat.engine.api import VERSIONS, version_in, version_of
 from utils.qat.engine.build import EngineFromOnnx
 from utils.qat.engine.plan import Plan
 from utils.qat.engine.sidecar import read_sidecar, require_fit, sidecar_of, write_sidecar
-from utils.qat.engine.trtexec import arguments, build_with_trtexec, version_in, version_of
+from utils.qat.engine.trtexec import arguments, build_with_trtexec
 from utils.qat.graph.half import to_half
 from utils.qat.graph.passes import store_int8_weights
 

@@ -10,8 +10,7 @@ import torch
 from utils.qat.core.command import run_command
 from utils.qat.core.files import write_json
 from utils.qat.core.machine import machine
-from utils.qat.engine.api import load_tensorrt, product
-from utils.qat.engine.trtexec import find_trtexec, version_of
+from utils.qat.engine.api import find_trtexec, load_tensorrt, product, version_of
 
 
 def facts(backend):

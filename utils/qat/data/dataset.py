@@ -18,7 +18,7 @@ from utils.dataloaders import IMG_FORMATS, LoadImagesAndLabels, img2label_paths
 from utils.general import ROOT
 from utils.segment.dataloaders import LoadImagesAndLabelsAndMasks
 
-from utils.qat.config.qat import LoaderConfig
+from utils.qat.config.common import LoaderConfig
 from utils.qat.config.settings import Sides
 from utils.qat.core.command import command
 from utils.qat.core.distributed import first_goes_ahead

@@ -1,10 +1,14 @@
-"""The installed TensorRT: its module, the capabilities of its version, its log and its progress.
+"""The installed TensorRT: its module, the capabilities of its version, its log and its progress; and its program trtexec.
 
 One code path serves TensorRT 8.6, 10 and 11 and TensorRT-RTX. Differences are detected once from the module itself
 (`capabilities`), never from the version number. Neither this file nor `build` imports TensorRT before it is needed.
 """
 
 import importlib
+import os
+import re
+import shutil
+import subprocess
 from collections.abc import Callable
 from enum import Enum
 from types import ModuleType
@@ -15,6 +19,10 @@ from utils.qat.core.errors import QatError
 from utils.qat.core.log import LOGGER
 
 OLDEST = (8, 6)  # version of TensorRT
+
+# of trtexec in NVIDIA's packages and containers, need not be on the PATH; the wheels of pip have no trtexec
+PLACES = ('/usr/src/tensorrt/bin', '/opt/tensorrt/bin')
+BANNER = re.compile(r'TensorRT\.trtexec \[TensorRT v(\d+)\]')
 
 
 class Capability(Enum):
@@ -76,6 +84,48 @@ def load_tensorrt(backend: str = 'tensorrt', flag: str = 'TensorRT') -> ModuleTy
         f'{flag}: no {what} here ({"; ".join(failed)}); ./install_dependencies.sh --tensorrt {option} installs it, the '
         'NVIDIA PyTorch container has it. Without it ONNX Runtime evaluates the .onnx: python val_trt.py --weights MODEL.onnx'
     )
+
+
+def find_trtexec() -> str | None:
+    """Find the path of trtexec on the PATH and in PLACES; None if it is not installed."""
+    return shutil.which('trtexec') or shutil.which('trtexec', path=os.pathsep.join(PLACES))
+
+
+def version_in(output: str) -> tuple[int, int, int] | None:
+    """Read the version of TensorRT from the banner of trtexec: (major, minor, patch); None if there is no banner.
+
+    The banner has one number. Since TensorRT 10, minor and patch have two digits each (101303 = 10.13.3). In TensorRT 8
+    the minor has one digit and the patch two (8601 = 8.6.1).
+    """
+    found = BANNER.search(output)
+    if not found:
+        return None
+    number = int(found[1])
+    return (
+        (number // 10000, number // 100 % 100, number % 100)
+        if number >= 10000
+        else (number // 1000, number // 100 % 10, number % 100)
+    )
+
+
+def version_of(trtexec: str) -> tuple[int, int, int]:
+    """Ask the program `trtexec` for its version: (major, minor, patch)."""
+    done = subprocess.run([trtexec, '--help'], capture_output=True, text=True)
+    version = version_in(done.stdout + done.stderr)
+    if not version or version[0] not in VERSIONS or version < (8, 6):
+        raise QatError(
+            f'{trtexec}: {"of TensorRT " + ".".join(map(str, version)) if version else "it does not tell its version"}; known are 8.6, '
+            '10 and 11. Build with the Python package instead: --no-trtexec'
+        )
+    return version
+
+
+def can_build() -> bool:
+    """Tell whether TensorRT is installed, as a module or a program."""
+    try:
+        return bool(find_trtexec() or load_tensorrt())
+    except QatError:
+        return False
 
 
 def logger(trt: Any, say: Callable[[str], object]) -> Any:

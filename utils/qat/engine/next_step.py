@@ -4,17 +4,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from utils.qat.core.command import command, typed_sides
-from utils.qat.core.errors import QatError
-from utils.qat.engine.api import load_tensorrt
-from utils.qat.engine.trtexec import find_trtexec
-
-
-def can_build() -> bool:
-    """Tell whether TensorRT is installed."""
-    try:
-        return bool(find_trtexec() or load_tensorrt())
-    except QatError:
-        return False
+from utils.qat.engine.api import can_build
 
 
 def after_scoring(model: Path, imgsz: Iterable[int], backend: str | None = None) -> str:

@@ -1,14 +1,10 @@
 """ONNX → engine by trtexec, NVIDIA's program, with the layers of the engine and their times.
 
-NVIDIA's containers have trtexec, the wheels of pip do not. Its flags depend on its version: 8.6 and 10 choose
-precisions by flags; 11 has no such flags, and its defaults for measurements are those needed here.
+Its flags depend on its version: 8.6 and 10 choose precisions by flags; 11 has no such flags, and its defaults for measurements are those needed here.
 """
 
 from __future__ import annotations
 
-import os
-import re
-import shutil
 import subprocess
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
@@ -17,49 +13,10 @@ from typing import TYPE_CHECKING, Any
 from utils.qat.core.errors import QatError
 from utils.qat.core.files import atomic
 from utils.qat.core.log import LOGGER
-from utils.qat.engine.api import VERSIONS
 from utils.qat.engine.sidecar import write_sidecar
 
 if TYPE_CHECKING:
     from utils.qat.engine.plan import Plan  # imports onnx
-
-# folders of NVIDIA's packages and containers; they need not be on the PATH
-PLACES = ('/usr/src/tensorrt/bin', '/opt/tensorrt/bin')
-BANNER = re.compile(r'TensorRT\.trtexec \[TensorRT v(\d+)\]')
-
-
-def find_trtexec() -> str | None:
-    """Find the path of trtexec on the PATH and in PLACES; None if it is not installed."""
-    return shutil.which('trtexec') or shutil.which('trtexec', path=os.pathsep.join(PLACES))
-
-
-def version_in(output: str) -> tuple[int, int, int] | None:
-    """Read the version of TensorRT from the banner of trtexec: (major, minor, patch); None if there is no banner.
-
-    The banner has one number. Since TensorRT 10, minor and patch have two digits each (101303 = 10.13.3). In TensorRT 8
-    the minor has one digit and the patch two (8601 = 8.6.1).
-    """
-    found = BANNER.search(output)
-    if not found:
-        return None
-    number = int(found[1])
-    return (
-        (number // 10000, number // 100 % 100, number % 100)
-        if number >= 10000
-        else (number // 1000, number // 100 % 10, number % 100)
-    )
-
-
-def version_of(trtexec: str) -> tuple[int, int, int]:
-    """Ask the program `trtexec` for its version: (major, minor, patch)."""
-    done = subprocess.run([trtexec, '--help'], capture_output=True, text=True)
-    version = version_in(done.stdout + done.stderr)
-    if not version or version[0] not in VERSIONS or version < (8, 6):
-        raise QatError(
-            f'{trtexec}: {"of TensorRT " + ".".join(map(str, version)) if version else "it does not tell its version"}; known are 8.6, '
-            '10 and 11. Build with the Python package instead: --no-trtexec'
-        )
-    return version
 
 
 def arguments(

@@ -21,11 +21,14 @@ from models.common import Conv, RepConvN
 from models.yolo import DetectionModel, SegmentationModel
 from utils.loss_tal_dual import ComputeLoss
 
+from models.deploy.formats.format import Export, load_format
 from models.quantize import checkpoint
 from models.quantize.calibration.calibrate import calibrate
-from models.quantize.convert import quantize_model
+from models.quantize.convert import is_quantized, quantize_model
 from models.quantize.reparameterize import reparameterize
 from models.quantize.scales import tie_scales
+from utils.qat.backends.pytorch import TorchModel
+from utils.qat.config.export import ExportConfig
 from utils.qat.config.qat import EvalConfig, QuantizeConfig
 from utils.qat.core.command import run_command
 from utils.qat.core.files import sha256
@@ -149,6 +152,13 @@ def settings(**changes):
             **changes,
         }
     )
+
+
+def deployed(name, model, path, **options):
+    """Write a model as `export_qat.py --include NAME` does; returns what it tells of it. options: of ExportConfig, or of the recipe."""
+    recipe = {key: options.pop(key) for key in ('target', 'kept_float') if key in options}
+    predict = TorchModel(model, {'recipe': recipe} if is_quantized(model) else None)
+    return load_format(name).write(Export(ExportConfig(path.with_suffix('.pt'), (name,), **options), predict), path)
 
 
 def program(file):

@@ -18,9 +18,8 @@ import numpy as np
 import pytest
 import torch
 from conftest import REPO
-from zoo import command
+from zoo import command, deployed
 
-from models.deploy.formats.aoti import export_aoti
 from models.deploy.formats.onnx import export_onnx
 from models.deploy.formats.onnx_end2end import export_end2end
 from models.deploy.formats.openvino import export_openvino
@@ -172,7 +171,7 @@ def test_openvino_finds_what_python_finds(openvino, files, capsys, name):
 @pytest.fixture(scope='module')
 def package(small, tmp_path_factory):
     path = tmp_path_factory.mktemp('package') / 'float.pt2'
-    export_aoti(small.float_model(), path, (SIZE, SIZE), batch=2)
+    deployed('aoti', small.float_model(), path, imgsz=(SIZE, SIZE), batch_size=2)
     return path
 
 

@@ -13,10 +13,10 @@ import pytest
 import torch
 from conftest import REPO
 from faults import answer, sampled
-from zoo import DUAL, SEGMENT, SINGLE, SMALL, command
+from zoo import DUAL, SEGMENT, SINGLE, SMALL, command, deployed
 
 from models.deploy.decomposed import StoredWeight
-from models.deploy.formats.litert import export_litert, load_converter
+from models.deploy.formats.litert import load_converter
 from models.quantize.blocks import QuantResidual
 from models.quantize.quantizers import UNIT_SCALE, named_quantizers
 from test_targets import prepared
@@ -122,7 +122,7 @@ class Read:
 def exported(name, file, **changes):
     """(Conversion, model, what LiteRT says of its file) of a network with random weights."""
     done, model = prepared(name, LITERT, **changes)
-    export_litert(model, file, (SIDE, SIDE), target='litert')
+    deployed('litert', model, file, imgsz=(SIDE, SIDE), target='litert')
     return done, model, Read(file)
 
 
@@ -199,7 +199,7 @@ def test_a_checkpoint_of_another_target_is_refused(small, capfd, tmp_path):
 def written(small, tmp_path_factory):
     """A .tflite file of the small float model."""
     file = tmp_path_factory.mktemp('litert') / 'good.tflite'
-    export_litert(small.float_model(), file, (SIDE, SIDE))
+    deployed('litert', small.float_model(), file, imgsz=(SIDE, SIDE))
     return file
 
 
@@ -249,6 +249,6 @@ def test_a_damaged_file_runs_or_is_refused(written, tmp_path):
 def test_a_classifier_returns_what_pytorch_computes(name, tmp_path):
     """The export compares; its images are normalized, so they are not in 0..1."""
     model = classifiers.quantized(classifiers.loaded(name, tmp_path), target='litert')
-    export_litert(model, tmp_path / 'model.tflite', (SIDE, SIDE), target='litert')
+    deployed('litert', model, tmp_path / 'model.tflite', imgsz=(SIDE, SIDE), target='litert')
     read = Read(tmp_path / 'model.tflite')
     assert read.session.int8 and list(read.session.signature().outputs.values()) == [[1, classifiers.CLASSES]]

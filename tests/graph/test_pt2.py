@@ -14,12 +14,11 @@ import torch
 from faults import answer
 from fresh import fresh
 from segmenters import segmenter
-from zoo import command, program, python, same, settings
+from zoo import command, deployed, program, python, same, settings
 
-from models.deploy.agreement import made_images, traceable_copy
+from models.deploy.agreement import made_images, output_differences, traceable_copy
 from models.deploy.decomposed import on_integers
 from models.deploy.formats.onnx import input_metadata
-from models.deploy.formats.pt2 import export_pt2
 from models.quantize.blocks import QuantConv2d
 from models.quantize.calibration.calibrate import calibrate
 from models.quantize.convert import quantize_model
@@ -90,7 +89,7 @@ def test_a_program_computes_what_pytorch_computes(small, files):
 @pytest.mark.parametrize('quantized', [False, True])
 def test_a_program_has_masks(tmp_path, quantized):
     model = segmenter(quantized=quantized)
-    export_pt2(model, tmp_path / 'masks.pt2', (SIDE, SIDE))
+    deployed('pt2', model, tmp_path / 'masks.pt2', imgsz=(SIDE, SIDE))
     images = made_images(1, (SIDE, SIDE))
     found, theirs = outputs(tmp_path / 'masks.pt2', images), traceable_copy(model)(images)
     assert len(found) == 2 and [f.shape for f in found] == [t.shape for t in theirs]
@@ -98,8 +97,10 @@ def test_a_program_has_masks(tmp_path, quantized):
 
 
 def test_half_is_near_the_float_program(small, tmp_path):
-    made = export_pt2(small.float_model(), tmp_path / 'half.pt2', (SIDE, SIDE), half=True)
-    assert 0 < made.boxes < 5e-3
+    model, images = small.float_model(), made_images(1, (SIDE, SIDE))
+    deployed('pt2', model, tmp_path / 'half.pt2', imgsz=(SIDE, SIDE), half=True)
+    (found,) = outputs(tmp_path / 'half.pt2', images)
+    assert 0 < output_differences(found, traceable_copy(model)(images))['boxes'] < 5e-3
     session = ExportedProgram(tmp_path / 'half.pt2', torch.device('cpu'))
     assert session.metadata['precision'] == 'FP16' and session.signature().inputs == {'images': (1, 3, SIDE, SIDE)}
     assert {p.dtype for p in session.program.parameters()} == {torch.float16}

@@ -15,7 +15,7 @@ import onnx
 import pytest
 import torch
 from faults import sampled
-from zoo import command
+from zoo import command, deployed
 
 from models.deploy.agreement import RELATIVE, made_images, output_differences, traceable_copy
 from models.deploy.formats import torch_tensorrt
@@ -186,8 +186,9 @@ def test_the_sidecar_names_the_target(small, tmp_path, monkeypatch):
     monkeypatch.setattr(torch_tensorrt, 'product', lambda trt: 'TensorRT 11.1.0')
     monkeypatch.setattr(torch_tensorrt, 'load_tensorrt', lambda: None)
     monkeypatch.setattr(torch_tensorrt, 'open_file', lambda *_: traceable_copy(model))
-    options = TorchTensorRT(formats=('engine',), dtype='fp32')
-    torch_tensorrt.export_torch_tensorrt(model, tmp_path / 'model.ep', SIDE, 1, False, options, ['model.3'], 'openvino')
+    recipe = {'target': 'openvino', 'kept_float': ['model.3']}
+    options = {'formats': ('engine',), 'dtype': 'fp32', 'imgsz': SIDE, **recipe}
+    deployed('torch_tensorrt', model, tmp_path / 'model.ep', **options)
     metadata = read_sidecar(tmp_path / 'model-torch_tensorrt.engine')['metadata']
     assert metadata['target'] == 'openvino' and metadata['kept_float'] == "['model.3']"
 

@@ -17,8 +17,8 @@ import torch
 from conftest import REPO
 from faults import answer
 from mutations import damage
+from zoo import deployed
 
-from models.deploy.formats.pt2 import export_pt2
 from utils.qat.backends.pt2 import ExportedProgram
 from utils.qat.core.errors import QatError
 from utils.qat.core.machine import instruction_flags
@@ -34,7 +34,7 @@ DAMAGED = 30
 def program(small, tmp_path_factory):
     """A program of the small quantized model, of any batch."""
     file = tmp_path_factory.mktemp('programs') / 'good.pt2'
-    export_pt2(small.quantized_model(), file, (SIDE, SIDE), dynamic=True)
+    deployed('pt2', small.quantized_model(), file, imgsz=(SIDE, SIDE), dynamic=True)
     return file
 
 

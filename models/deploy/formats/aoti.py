@@ -15,7 +15,7 @@ import importlib
 import logging
 import os
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -24,15 +24,12 @@ import torch
 import torch.nn as nn
 from typing_extensions import override
 
-from models.deploy.agreement import Agreement, require_agreement
+from models.deploy.agreement import require_agreement
 from models.deploy.decomposed import StoredWeight, on_integers
 from models.deploy.formats.format import Export, Written
 from models.deploy.formats.pt2 import Pt2Format, package_metadata, trace, with_example
-from models.quantize.quantizers import named_quantizers
 from utils.qat.backends.aoti import AotPackage, compiled_layers
 from utils.qat.backends.file_model import FileModel
-from utils.qat.backends.pt2 import require_pt2
-from utils.qat.config.tables import DEFAULT_TARGET
 from utils.qat.core.command import run_apart
 from utils.qat.core.errors import QatError
 from utils.qat.core.files import atomic
@@ -69,7 +66,6 @@ def _own_cache() -> Iterator[None]:
 
 def require_compiler(device: torch.device, quantized: bool, half: bool) -> None:
     """Raise QatError if a package of such a model cannot be compiled here. half: FP16 between images and outputs."""
-    require_pt2('--include aoti')
     _silence()
     if device.type not in ('cpu', 'cuda'):
         raise QatError(f'--include aoti: for --device cpu or a GPU of NVIDIA, and this is --device {device}')
@@ -103,78 +99,6 @@ def _require_loading(package: Path, device: torch.device) -> None:
         )
 
 
-@torch.no_grad()
-def export_aoti(
-    model: nn.Module,
-    path: Path,
-    imgsz: Sequence[int] = (640, 640),
-    batch: int = 1,
-    dynamic: bool = False,
-    half: bool = False,
-    kept_float: Sequence[str] = (),
-    target: str = DEFAULT_TARGET,
-) -> tuple[Agreement, str]:
-    """Compile a model to a package for the device that it is on.
-
-    half: FP16 between images and outputs; of a float model on a GPU only. The other arguments are those of onnx.export_onnx.
-
-    Returns:
-        The agreement with PyTorch, and a text with the number of INT8 layers ('' for a float model).
-
-    Raises:
-        QatError: it cannot be compiled here, a quantized layer is not in INT8, or the package cannot be loaded or does not agree
-            with PyTorch. No file is left.
-    """
-    quantized, device = bool(named_quantizers(model)), next(model.parameters()).device
-    require_compiler(device, quantized, half)
-    traced, images, theirs = with_example(model, imgsz, batch, dynamic)
-    integers = on_integers(traced, unsigned=True)
-    wanted = sum(isinstance(m, StoredWeight) for m in integers.modules())
-    convs, linear = (sum(isinstance(m, kind) for m in integers.modules()) for kind in (nn.Conv2d, nn.Linear))
-    layers = f'{convs + linear} convolutions{" and linear layers" * bool(linear)}'
-    said = f'INT8: {wanted} of {layers} ({convs + linear - wanted} float by design)' if quantized else ''
-    kind = (
-        {'gpu': '.'.join(map(str, torch.cuda.get_device_capability(device)))}
-        if device.type == 'cuda'
-        else {'cpu': ' '.join(instruction_flags())}
-    )
-    metadata = package_metadata(
-        model,
-        quantized,
-        half,
-        dynamic,
-        images,
-        kept_float,
-        target,
-        device=device.type,
-        **kind,
-        **({'int8': said} if said else {}),
-    )
-    with atomic(path) as tmp, _own_cache():
-        try:
-            torch._inductor.aoti_compile_and_package(
-                trace(integers, images, half, dynamic),
-                package_path=str(tmp),
-                inductor_configs={'freezing': True, 'aot_inductor.metadata': metadata},
-            )
-        except (RuntimeError, torch._dynamo.exc.UserError) as e:
-            raise QatError(
-                f'--include aoti: AOTInductor cannot compile the model: {" ".join(str(e).split())[:300]}'
-            ) from e
-        made, _ = compiled_layers(tmp)
-        if made != wanted:
-            raise QatError(
-                f'--include aoti: {wanted - made} of {wanted} quantized layers are in float in the compiled code, which is no '
-                'INT8 package; no file was written'
-            )
-        _require_loading(tmp, device)
-        ours = FileModel(AotPackage(tmp, device))(images)
-        return (
-            require_agreement(traced, images, ours, theirs, 'AOTInductor', 'FP16' if half else 'FP32', quantized),
-            said,
-        )
-
-
 class AotiFormat(Pt2Format):
     """MODEL-aoti.pt2, a package of AOTInductor."""
 
@@ -186,11 +110,43 @@ class AotiFormat(Pt2Format):
         require_compiler(export.predict.device, export.int8, export.config.half)
 
     @override
+    @torch.no_grad()
     def write(self, export: Export, path: Path) -> Written:
         LOGGER.info('compiling with AOTInductor: half a minute to some minutes')
-        agreement, int8 = export_aoti(export.predict.model, path, **self.options(export))
-        kind = f'AOTInductor package for {export.predict.device.type}'
-        written = self.report(export, path, kind, agreement, *[int8] * bool(int8))
+        config, device = export.config, export.predict.device
+        traced, images, theirs = with_example(export)
+        integers = on_integers(traced, unsigned=True)
+        wanted = sum(isinstance(m, StoredWeight) for m in integers.modules())
+        convs, linear = (sum(isinstance(m, kind) for m in integers.modules()) for kind in (nn.Conv2d, nn.Linear))
+        layers = f'{convs + linear} convolutions{" and linear layers" * bool(linear)}'
+        said = [f'INT8: {wanted} of {layers} ({convs + linear - wanted} float by design)'] * export.int8
+        kind = (
+            {'gpu': '.'.join(map(str, torch.cuda.get_device_capability(device)))}
+            if device.type == 'cuda'
+            else {'cpu': ' '.join(instruction_flags())}
+        )
+        metadata = package_metadata(export, images, device=device.type, **kind, **dict(zip(('int8',), said)))
+        with atomic(path) as tmp, _own_cache():
+            try:
+                torch._inductor.aoti_compile_and_package(
+                    trace(integers, images, config.half, config.dynamic),
+                    package_path=str(tmp),
+                    inductor_configs={'freezing': True, 'aot_inductor.metadata': metadata},
+                )
+            except (RuntimeError, torch._dynamo.exc.UserError) as e:
+                raise QatError(
+                    f'--include aoti: AOTInductor cannot compile the model: {" ".join(str(e).split())[:300]}'
+                ) from e
+            made, _ = compiled_layers(tmp)
+            if made != wanted:
+                raise QatError(
+                    f'--include aoti: {wanted - made} of {wanted} quantized layers are in float in the compiled code, which is no '
+                    'INT8 package; no file was written'
+                )
+            _require_loading(tmp, device)
+            ours, typing = FileModel(AotPackage(tmp, device))(images), 'FP16' if config.half else 'FP32'
+            agreement = require_agreement(traced, images, ours, theirs, 'AOTInductor', typing, export.int8)
+        written = self.report(export, path, f'AOTInductor package for {device.type}', agreement, *said)
         written.warnings = [
             f'{path}: native code for this kind of machine and this PyTorch, which runs when it is loaded; each command '
             'that shall load it takes --backend aoti'

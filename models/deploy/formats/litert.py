@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch.overrides import TorchFunctionMode
 from typing_extensions import override
 
-from models.deploy.agreement import Agreement, made_images, metadata_of, require_agreement, traceable_copy
+from models.deploy.agreement import made_images, metadata_of, require_agreement, traceable_copy
 from models.deploy.decomposed import GriddedWeight, RoundedActivation, on_integers
 from models.deploy.formats.format import Export, Format, Written, size_of
 from models.quantize.quantizers import named_quantizers
@@ -27,7 +27,6 @@ from utils.qat.backends.file_model import open_file
 from utils.qat.backends.litert import INSTALL, METADATA, load_litert, without_native_messages
 from utils.qat.backends.pytorch import task_of
 from utils.qat.config.export import ExportConfig
-from utils.qat.config.tables import DEFAULT_TARGET
 from utils.qat.core.errors import QatError
 from utils.qat.core.files import atomic
 from utils.qat.targets.target import load_target
@@ -103,38 +102,6 @@ def convert(model: nn.Module, imgsz: Sequence[int], batch: int, file: Path) -> N
         ).export(str(file))
 
 
-@torch.no_grad()
-def export_litert(
-    model: nn.Module,
-    path: Path,
-    imgsz: Sequence[int] = (640, 640),
-    batch: int = 1,
-    kept_float: Sequence[str] = (),
-    target: str = DEFAULT_TARGET,
-) -> tuple[Agreement, str]:
-    """Write a model as a .tflite file. The arguments are those of onnx.export_onnx.
-
-    Returns:
-        The agreement with PyTorch, and a text with the number of INT8 layers ('' for a float model).
-
-    Raises:
-        QatError: a package is missing, a quantized layer is not in INT8, or LiteRT does not agree with PyTorch. No file is left.
-    """
-    load_litert('--include litert')
-    model = model.cpu()
-    traced, quantized = traceable_copy(model), bool(named_quantizers(model))
-    images = task_of(model).normalized(made_images(batch, imgsz))
-    theirs = traced(images)
-    with atomic(path) as tmp:
-        convert(traceable_copy(model), imgsz, batch, tmp)
-        metadata = {**metadata_of(model, kept_float, target), 'imgsz': list(imgsz), 'batch': batch}
-        with zipfile.ZipFile(tmp, 'a') as archive:
-            archive.writestr(METADATA, json.dumps({key: str(value) for key, value in metadata.items()}))
-        opened = open_file(tmp, CPU, 'litert')
-        agreement = require_agreement(traced, images, opened(images), theirs, 'LiteRT', 'FP32', quantized)
-        return agreement, '; '.join(opened.notes)
-
-
 class LiteRTFormat(Format):
     """MODEL.tflite, which returns predictions."""
 
@@ -157,15 +124,26 @@ class LiteRTFormat(Format):
             )
 
     @override
+    @torch.no_grad()
     def write(self, export: Export, path: Path) -> Written:
-        config = export.config
-        agreement, int8 = export_litert(
-            export.predict.model, path, config.imgsz, config.batch_size, export.kept_float, export.target.name
+        config, model = export.config, export.predict.model.cpu()
+        traced, images = (
+            traceable_copy(model),
+            export.predict.task.normalized(made_images(config.batch_size, config.imgsz)),
         )
+        theirs = traced(images)
+        metadata = metadata_of(model, export.kept_float, export.target.name)
+        metadata |= {'imgsz': list(config.imgsz), 'batch': config.batch_size}
+        with atomic(path) as tmp:
+            convert(traceable_copy(model), config.imgsz, config.batch_size, tmp)
+            with zipfile.ZipFile(tmp, 'a') as archive:
+                archive.writestr(METADATA, json.dumps({key: str(value) for key, value in metadata.items()}))
+            opened = open_file(tmp, CPU, 'litert')
+            agreement = require_agreement(traced, images, opened(images), theirs, 'LiteRT', 'FP32', export.int8)
         size = ' x '.join(map(str, config.imgsz))
         lines = [
             f'-> {path}, {size_of(path)}: batch {config.batch_size}, images of {size}',
-            *filter(None, [int8]),
+            *filter(None, ['; '.join(opened.notes)]),
             f'LiteRT against PyTorch: {agreement}',
         ]
         return Written({self.name: path}, lines)

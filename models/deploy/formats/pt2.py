@@ -7,7 +7,6 @@ float graph. Inputs, outputs and metadata are those of the ONNX file.
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,11 +18,10 @@ from models.deploy.agreement import Agreement, made_images, metadata_of, require
 from models.deploy.decomposed import on_integers
 from models.deploy.formats.format import Export, Format, Written, size_of
 from models.quantize.head_outputs import head_of
-from models.quantize.quantizers import named_quantizers
 from utils.qat.backends.file_model import open_file
 from utils.qat.backends.pt2 import require_pt2
 from utils.qat.config.export import ExportConfig
-from utils.qat.config.tables import BACKENDS, DEFAULT_TARGET
+from utils.qat.config.tables import BACKENDS
 from utils.qat.core.errors import QatError
 from utils.qat.core.files import atomic
 
@@ -70,75 +68,33 @@ def trace(
     return program
 
 
-def package_metadata(
-    model: nn.Module,
-    quantized: bool,
-    half: bool,
-    dynamic: bool,
-    images: torch.Tensor,
-    kept_float: Sequence[str] = (),
-    target: str = DEFAULT_TARGET,
-    **more: object,
-) -> dict[str, str]:
+def package_metadata(export: Export, images: torch.Tensor, **more: object) -> dict[str, str]:
     """Return the metadata of a .pt2 file, as texts: the ONNX file's (see `metadata_of`), how to run the file, and `more`.
 
     images: FP32 [B, 3, H, W], of the size that the file takes.
     """
-    height, width = images.shape[2:]
+    config, (height, width) = export.config, images.shape[2:]
     own = {
         'imgsz': f'{height},{width}',
-        'batch': 'dynamic' if dynamic else len(images),
-        'precision': 'INT8 and FP32' if quantized else 'FP16' if half else 'FP32',
+        'batch': 'dynamic' if config.dynamic else len(images),
+        'precision': 'INT8 and FP32' if export.int8 else 'FP16' if config.half else 'FP32',
         'torch': torch.__version__,
         'input': 'images',
         'input_dtype': 'float32',
     }
-    return {key: str(value) for key, value in {**metadata_of(model, kept_float, target), **own, **more}.items()}
+    found = {**metadata_of(export.predict.model, export.kept_float, export.target.name), **own, **more}
+    return {key: str(value) for key, value in found.items()}
 
 
-@torch.no_grad()
-def with_example(
-    model: nn.Module, imgsz: Sequence[int], batch: int, dynamic: bool
-) -> tuple[nn.Module, torch.Tensor, Any]:
-    """Return a copy of a model that can be traced, images for the trace on the model's device, and its outputs for them.
+def with_example(export: Export) -> tuple[nn.Module, torch.Tensor, Any]:
+    """Return a copy of the model that can be traced, images for the trace on the model's device, and its outputs for them.
 
-    model: fused; float or quantized. With `dynamic`, the batch axis will be open, and there are two images.
+    With --dynamic the batch axis will be open, and there are two images.
     """
-    traced = traceable_copy(model)
-    images = made_images(2 if dynamic else batch, imgsz).to(next(traced.parameters()).device)
+    config, predict = export.config, export.predict
+    traced = traceable_copy(predict.model)
+    images = made_images(2 if config.dynamic else config.batch_size, config.imgsz).to(predict.device)
     return traced, images, traced(images)
-
-
-@torch.no_grad()
-def export_pt2(
-    model: nn.Module,
-    path: Path,
-    imgsz: Sequence[int] = (640, 640),
-    batch: int = 1,
-    dynamic: bool = False,
-    half: bool = False,
-    kept_float: Sequence[str] = (),
-    target: str = DEFAULT_TARGET,
-) -> Agreement:
-    """Write a model as an exported program, and return its agreement with PyTorch.
-
-    half: FP16 between images and outputs; of a float model only. The other arguments are those of onnx.export_onnx.
-
-    Raises:
-        QatError: this PyTorch has no such files, or the reloaded file does not agree with PyTorch. No file is left.
-    """
-    require_pt2('--include pt2')
-    quantized = bool(named_quantizers(model))
-    traced, images, theirs = with_example(model, imgsz, batch, dynamic)
-    try:
-        program = trace(on_integers(traced), images, half, dynamic)
-    except torch._dynamo.exc.UserError as e:
-        raise QatError(f'torch.export cannot trace the model: {" ".join(str(e).split())[:200]}') from e
-    metadata = package_metadata(model, quantized, half, dynamic, images, kept_float, target)
-    with atomic(path) as tmp:
-        torch.export.save(program, tmp, extra_files={'metadata.json': json.dumps(metadata)})
-        ours = open_file(tmp, images.device, 'pt2')(images)
-        return require_agreement(traced, images, ours, theirs, 'torch.export', 'FP16' if half else 'FP32', quantized)
 
 
 class Pt2Format(Format):
@@ -158,21 +114,20 @@ class Pt2Format(Format):
             )
 
     @override
+    @torch.no_grad()
     def write(self, export: Export, path: Path) -> Written:
-        agreement = export_pt2(export.predict.model, path, **self.options(export))
-        return self.report(export, path, 'exported program', agreement)
-
-    def options(self, export: Export) -> dict[str, Any]:
-        """Return the options of the writer."""
         config = export.config
-        return {
-            'imgsz': config.imgsz,
-            'batch': config.batch_size,
-            'dynamic': config.dynamic,
-            'half': config.half,
-            'kept_float': export.kept_float,
-            'target': export.target.name,
-        }
+        traced, images, theirs = with_example(export)
+        try:
+            program = trace(on_integers(traced), images, config.half, config.dynamic)
+        except torch._dynamo.exc.UserError as e:
+            raise QatError(f'torch.export cannot trace the model: {" ".join(str(e).split())[:200]}') from e
+        with atomic(path) as tmp:
+            metadata = json.dumps(package_metadata(export, images))
+            torch.export.save(program, tmp, extra_files={'metadata.json': metadata})
+            ours, typing = open_file(tmp, images.device, 'pt2')(images), 'FP16' if config.half else 'FP32'
+            agreement = require_agreement(traced, images, ours, theirs, 'torch.export', typing, export.int8)
+        return self.report(export, path, 'exported program', agreement)
 
     def report(self, export: Export, path: Path, kind: str, agreement: Agreement, *more: str) -> Written:
         """Report the file. kind: what it is, in words; more: lines about it."""

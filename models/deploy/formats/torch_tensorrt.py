@@ -13,13 +13,11 @@ from types import ModuleType
 from typing import Any
 
 import torch
-import torch.nn as nn
 from typing_extensions import override
 
 from models.deploy.agreement import made_images, metadata_of, require_agreement, traceable_copy
 from models.deploy.formats.format import Export, Format, Written, size_of
 from models.deploy.quantize_op import quantize_op_program
-from models.quantize.quantizers import named_quantizers
 from utils.qat.backends.file_model import open_file
 from utils.qat.config.export import ExportConfig, TorchTensorRT
 from utils.qat.core.command import command
@@ -67,79 +65,6 @@ def load_torch_tensorrt(device: torch.device) -> ModuleType:
             'and ninja on the PATH'
         )
     return torch_tensorrt
-
-
-@torch.no_grad()
-def export_torch_tensorrt(
-    model: nn.Module,
-    path: Path,
-    imgsz: Sequence[int],
-    batch: int,
-    dynamic: bool,
-    options: TorchTensorRT,
-    kept_float: Sequence[str],
-    target: str,
-) -> dict[str, str]:
-    """Compile a model with Torch-TensorRT, run the result on made images, and write it.
-
-    path: MODEL.ep; the names of the other files are made of it. batch: with `dynamic` the largest. The other arguments are those of
-    onnx.export_onnx, for a model on a GPU.
-
-    Returns:
-        File name → a text on its agreement with PyTorch.
-
-    Raises:
-        QatError: a package is missing, TensorRT cannot build an engine, or an output differs from PyTorch's. No file of that step is left.
-    """
-    device = next(model.parameters()).device
-    tt = load_torch_tensorrt(device)
-    half, typing = options.dtype == 'fp16', options.dtype.upper()
-    program = quantize_op_program(model, imgsz, batch, dynamic, half)
-    reference, images = traceable_copy(model), made_images(batch, imgsz).to(device)
-    theirs, quantized = reference(images), bool(named_quantizers(reference))
-    smallest, largest = (1 if dynamic else batch, 3, *imgsz), (batch, 3, *imgsz)
-    settings = compile_settings(tt, device, smallest, largest, options, path)
-    files, found = options.files(path), {}
-
-    def agree(name: str, ours: Any) -> None:
-        agreement = require_agreement(reference, images, ours, theirs, f'Torch-TensorRT ({name})', typing, quantized)
-        found[name] = str(agreement)
-
-    try:
-        if {'ep', 'ts'} & set(files):
-            whole = options.require_full_compilation
-            compiled = tt.dynamo.compile(program, require_full_compilation=whole, min_block_size=1, **settings)
-        for kind in sorted({'ep', 'ts'} & set(files)):
-            with atomic(files[kind]) as tmp:
-                how = 'exported_program' if kind == 'ep' else 'torchscript'
-                # an example, of which the batch axis stays open; torch.jit.trace takes tensors alone
-                example = settings['arg_inputs'] if kind == 'ep' else [images]
-                tt.save(compiled, str(tmp), output_format=how, arg_inputs=example)
-                loaded = tt.load(str(tmp))
-                agree(files[kind].name, (loaded.module() if kind == 'ep' else loaded)(images))
-        if 'engine' in files:
-            # the whole program is one engine; its inputs have the names of forward, its outputs are output0, output1
-            engine = bytes(tt.dynamo.convert_exported_program_to_serialized_trt_engine(program, **settings))
-            write_engine(
-                files['engine'],
-                engine,
-                product(load_tensorrt()),
-                lambda tmp: agree(files['engine'].name, open_file(tmp, device, 'tensorrt')(images)),
-                weights=path.with_suffix('.pt').name,
-                precision=f'{"INT8 and " * quantized}{typing}',
-                typed=True,
-                inputs={'images': {'min': smallest, 'opt': largest, 'max': largest}},
-                metadata={key: str(value) for key, value in metadata_of(model, kept_float, target).items()},
-                workspace_mib=options.workspace,
-                level=None,
-                torch_tensorrt=tt.__version__,
-            )
-    except (RuntimeError, AssertionError, ValueError) as e:
-        raise QatError(
-            f'{FLAG}: Torch-TensorRT {tt.__version__} did not take the model: {" ".join(str(e).split())[:300]}; '
-            'no file was written by that step. --include onnx takes another way to TensorRT'
-        ) from e
-    return found
 
 
 def write_engine(path: Path, engine: bytes, built_by: str, check: Callable[[Path], None], **entries: Any) -> None:
@@ -211,27 +136,60 @@ class TorchTensorRTFormat(Format):
         export.target.require_tensorrt(FLAG, export.zero_points)
 
     @override
+    @torch.no_grad()
     def write(self, export: Export, path: Path) -> Written:
         LOGGER.info('compiling with Torch-TensorRT: some minutes')
-        config = export.config
-        found = export_torch_tensorrt(
-            export.predict.model,
-            path,
-            config.imgsz,
-            config.batch_size,
-            config.dynamic,
-            config.torch_tensorrt,
-            export.kept_float,
-            export.target.name,
-        )
-        files = config.torch_tensorrt.files(path)
-        takes = f'batch {"of 1 to " * config.dynamic}{config.batch_size}'
+        config, model, device = export.config, export.predict.model, export.predict.device
+        tt, options, imgsz, batch = load_torch_tensorrt(device), config.torch_tensorrt, config.imgsz, config.batch_size
+        program = quantize_op_program(model, imgsz, batch, config.dynamic, options.dtype == 'fp16')
+        reference, images = traceable_copy(model), made_images(batch, imgsz).to(device)
+        theirs, typing = reference(images), options.dtype.upper()
+        smallest, largest = (1 if config.dynamic else batch, 3, *imgsz), (batch, 3, *imgsz)
+        settings = compile_settings(tt, device, smallest, largest, options, path)
+        files, found = options.files(path), dict[Path, str]()
+
+        def agree(file: Path, ours: Any) -> None:
+            engine = f'Torch-TensorRT ({file.name})'
+            found[file] = str(require_agreement(reference, images, ours, theirs, engine, typing, export.int8))
+
+        try:
+            if {'ep', 'ts'} & set(files):
+                whole = options.require_full_compilation
+                compiled = tt.dynamo.compile(program, require_full_compilation=whole, min_block_size=1, **settings)
+            for kind in sorted({'ep', 'ts'} & set(files)):
+                with atomic(files[kind]) as tmp:
+                    how = 'exported_program' if kind == 'ep' else 'torchscript'
+                    # an example, of which the batch axis stays open; torch.jit.trace takes tensors alone
+                    example = settings['arg_inputs'] if kind == 'ep' else [images]
+                    tt.save(compiled, str(tmp), output_format=how, arg_inputs=example)
+                    loaded = tt.load(str(tmp))
+                    agree(files[kind], (loaded.module() if kind == 'ep' else loaded)(images))
+            if 'engine' in files:
+                # the whole program is one engine; its inputs have the names of forward, its outputs are output0, output1
+                engine = bytes(tt.dynamo.convert_exported_program_to_serialized_trt_engine(program, **settings))
+                metadata = metadata_of(model, export.kept_float, export.target.name)
+                write_engine(
+                    files['engine'],
+                    engine,
+                    product(load_tensorrt()),
+                    lambda tmp: agree(files['engine'], open_file(tmp, device, 'tensorrt')(images)),
+                    weights=path.with_suffix('.pt').name,
+                    precision=f'{"INT8 and " * export.int8}{typing}',
+                    typed=True,
+                    inputs={'images': {'min': smallest, 'opt': largest, 'max': largest}},
+                    metadata={key: str(value) for key, value in metadata.items()},
+                    workspace_mib=options.workspace,
+                    level=None,
+                    torch_tensorrt=tt.__version__,
+                )
+        except (RuntimeError, AssertionError, ValueError) as e:
+            raise QatError(
+                f'{FLAG}: Torch-TensorRT {tt.__version__} did not take the model: {" ".join(str(e).split())[:300]}; '
+                'no file was written by that step. --include onnx takes another way to TensorRT'
+            ) from e
+        takes = f'batch {"of 1 to " * config.dynamic}{batch}'
         return Written(
-            files,
-            [
-                f'-> {file}, {size_of(file)}, {takes}; against PyTorch: {agreement}'
-                for file, agreement in ((path.with_name(name), agreement) for name, agreement in found.items())
-            ],
+            files, [f'-> {file}, {size_of(file)}, {takes}; against PyTorch: {agreed}' for file, agreed in found.items()]
         )
 
     @override

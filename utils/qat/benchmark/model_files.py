@@ -51,7 +51,9 @@ class ModelFile:
     file: Path
     inputs: OpenInputs  # empty for an engine, which tells them when it is loaded
     types: str  # 'FP32', 'FP16', 'INT8 and FP32', 'INT8 and FP16'; '' if unknown
-    batches: tuple[int, ...]  # to measure unless told otherwise
+    batches: tuple[
+        int, ...
+    ] = ()  # to measure unless told otherwise; by default that of `inputs`, or BATCHES if it is open
     sizes: tuple[Sides | None, ...] = (None,)  # likewise; None = as `inputs` have it
     parameters: int | None = None  # their number; None if only a backend knows it
     layers: int | None = None  # likewise
@@ -59,6 +61,10 @@ class ModelFile:
     unpaired: str = ''  # why it has no checkpoint
     backend: str | None = None  # of an engine or a .pt2 file; None = all that take such files
     task: str = ''  # detect, segment or classify; '' if unknown
+
+    def __post_init__(self) -> None:
+        own = fixed_batch(self.inputs)
+        self.batches = self.batches or ((own,) if own else BATCHES)
 
     @property
     def precision(self) -> str:
@@ -133,7 +139,7 @@ def _pair(model: ModelFile, checkpoint: Path, files: Sequence[Path], kind_of: Ca
 def _checkpoint(file: Path, kind: str) -> ModelFile:
     """Describe a checkpoint. kind: see checkpoint.CheckpointFile."""
     types = 'INT8 and FP32' if kind == 'quantized' else 'FP32'
-    return ModelFile(file, {'images': (torch.float32, (None, 3, None, None))}, types, BATCHES, checkpoint=file)
+    return ModelFile(file, {'images': (torch.float32, (None, 3, None, None))}, types, checkpoint=file)
 
 
 def _engine(file: Path) -> ModelFile:
@@ -169,9 +175,8 @@ def _onnx(file: Path) -> ModelFile:
         inputs[value.name] = dtype, tuple(d.dim_value or None for d in value.type.tensor_type.shape.dim)
     types = 'INT8 and ' * any(count_qdq(model)) + ('FP16' if is_half(model) else 'FP32')
     layers = sum(n.op_type not in QDQ and not all(name in graph.fixed for name in n.output) for n in graph.nodes)
-    own = fixed_batch(inputs)
-    batches, task = (own,) if own else BATCHES, metadata_value(model, 'task')
-    return ModelFile(file, inputs, types, batches, parameters=parameters_of(graph), layers=layers, task=task)
+    task = metadata_value(model, 'task')
+    return ModelFile(file, inputs, types, parameters=parameters_of(graph), layers=layers, task=task)
 
 
 def _xml(file: Path) -> ModelFile:
@@ -182,9 +187,7 @@ def _xml(file: Path) -> ModelFile:
         dtype = _dtype(file, port.any_name, port.get_element_type().get_type_name(), OPENVINO_DTYPES)
         inputs[port.any_name] = dtype, tuple(None if d.is_dynamic else d.get_length() for d in port.partial_shape)
     types = 'INT8 and FP32' if any(quantized_convs(model).values()) else 'FP32'
-    own = fixed_batch(inputs)
-    task = metadata(model).get('task', '')
-    return ModelFile(file, inputs, types, (own,) if own else BATCHES, task=task)
+    return ModelFile(file, inputs, types, task=metadata(model).get('task', ''))
 
 
 def _tflite(file: Path) -> ModelFile:
@@ -193,20 +196,17 @@ def _tflite(file: Path) -> ModelFile:
     found = session.signature()
     inputs: OpenInputs = {name: (torch.float32, tuple(shape)) for name, shape in found.inputs.items()}
     types = 'INT8 and FP32' if session.int8 else 'FP32'
-    own = fixed_batch(inputs)
-    return ModelFile(file, inputs, types, (own,) if own else BATCHES, task=found.metadata.get('task', ''))
+    return ModelFile(file, inputs, types, task=found.metadata.get('task', ''))
 
 
 def _pt2(file: Path) -> ModelFile:
     """Describe a .pt2 file from its metadata."""
     package = is_package(file)
     notes = package_metadata(file) if package else read_program(file, 'MODEL')[1]
-    batch, *rest = image_shape(notes, file)
     return ModelFile(
         file,
-        {IMAGES: (torch.float32, (batch, *rest))},
+        {IMAGES: (torch.float32, image_shape(notes, file))},
         notes.get('precision', ''),
-        (batch,) if batch else BATCHES,
         backend='aoti' if package else 'pt2',
         task=notes.get('task', ''),
     )

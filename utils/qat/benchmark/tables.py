@@ -48,6 +48,9 @@ BATCH = Column('batch', 'batch')
 BATCH_AXIS = Column('batch axis', 'batch_axis')
 LATENCY = Column('latency (ms)', 'latency.median', '{:.4g}')
 IMAGES_PER_S = Column('images/s', 'images_per_s', '{:.1f}')
+SPEED_UP = Column('speed-up', 'change.latency_speed_up', '{:.2f}')
+ITS_SPEED_UP = Column('its speed-up', 'change.images_per_s_speed_up', '{:.2f}')
+AP, TOP1 = Column('AP', 'accuracy.ap', '{:.4f}'), Column('top-1', 'accuracy.top1', '{:.4f}')
 SPEED_TABLE = [  # only a GPU has parts of the latency: on a CPU it is the model alone
     *SERIES,
     BATCH,
@@ -62,28 +65,19 @@ SPEED_TABLE = [  # only a GPU has parts of the latency: on a CPU it is the model
     Column('utilisation (%)', 'usage.percent', '{:.0f}'),
     Column('clock (MHz)', 'usage.clock_mhz', '{:.0f}'),
 ]
-SHORT_TABLE = [  # of the terminal
-    *SERIES,
-    BATCH,
-    LATENCY,
-    Column('speed-up', 'change.latency_speed_up', '{:.2f}'),
-    IMAGES_PER_S,
-    Column('its speed-up', 'change.images_per_s_speed_up', '{:.2f}'),
-    Column('AP', 'accuracy.ap', '{:.4f}'),
-    Column('top-1', 'accuracy.top1', '{:.4f}'),
-]
+SHORT_TABLE = [*SERIES, BATCH, LATENCY, SPEED_UP, IMAGES_PER_S, ITS_SPEED_UP, AP, TOP1]  # of the terminal
 BASELINE_TABLE = [
     *SERIES,
     BATCH,
     LATENCY,
     Column('latency change', 'change.latency_percent', '{:+.1f} %'),
-    Column('speed-up', 'change.latency_speed_up', '{:.2f}'),
+    SPEED_UP,
     IMAGES_PER_S,
     Column('throughput change', 'change.images_per_s_percent', '{:+.1f} %'),
-    Column('its speed-up', 'change.images_per_s_speed_up', '{:.2f}'),
-    Column('AP', 'accuracy.ap', '{:.4f}'),
+    ITS_SPEED_UP,
+    AP,
     Column('difference (points)', 'change.points.ap', '{:+.2f}'),
-    Column('top-1', 'accuracy.top1', '{:.4f}'),
+    TOP1,
     Column('difference (points)', 'change.points.top1', '{:+.2f}'),
     Column('baseline', 'baseline'),
 ]

@@ -20,12 +20,6 @@ import torch
 from conftest import REPO
 from zoo import command, deployed
 
-from models.deploy.formats.onnx import export_onnx
-from models.deploy.formats.onnx_end2end import export_end2end
-from models.deploy.formats.openvino import export_openvino
-from models.deploy.formats.openvino_end2end import export_openvino_end2end
-from utils.qat.config.export import Nms
-
 SOURCES = REPO / 'examples/cpp'
 SIZE, CONF, IOU = 128, 0.05, 0.6
 MISSING = [name for name in ('cmake', 'g++') if not shutil.which(name)]
@@ -116,13 +110,12 @@ def run(binary, *arguments, code=0):
 def files(small, tmp_path_factory):
     """Folder with the quantized demo's plain.onnx and .xml, end2end.onnx and .xml, its validation images and images of odd sizes."""
     folder = tmp_path_factory.mktemp('files')
-    model = small.quantized_model()
-    export_onnx(model, folder / 'plain.onnx', (SIZE, SIZE), dynamic=True)
-    nms = Nms('standard', conf_thres=CONF, iou_thres=IOU)
-    export_end2end(folder / 'plain.onnx', folder / 'end2end.onnx', nms)
-    if importlib.util.find_spec('openvino'):
-        export_openvino(folder / 'plain.onnx', folder / 'plain.xml', model)
-        export_openvino_end2end(folder / 'end2end.onnx', folder / 'plain.onnx', folder / 'end2end.xml', nms)
+    shutil.copy(small.quantized, folder / 'plain.pt')
+    formats = 'onnx', 'onnx_end2end', *['openvino', 'openvino_end2end'] * bool(importlib.util.find_spec('openvino'))
+    options = '--dynamic', '--imgsz', SIZE, '--conf-thres', CONF, '--iou-thres', IOU
+    command('export_qat.py', '--weights', folder / 'plain.pt', '--include', *formats, *options)
+    for file in folder.glob('plain-end2end.*'):
+        file.rename(folder / f'end2end{file.suffix}')
     shutil.copytree(small.data.parent / 'images/val', folder / 'images')
     image = cv2.imread(str(next((folder / 'images').iterdir())))
     for i, size in enumerate(((61, 300), (400, 33), (128, 128), (127, 129))):

@@ -21,24 +21,21 @@ import ast
 import contextlib
 import os
 import shutil
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from xml.etree import ElementTree
 
 import onnx
 import torch
-import torch.nn as nn
 import yaml
 from typing_extensions import override
 
 from models.deploy.agreement import made_images, require_agreement, traceable_copy
 from models.deploy.formats.format import Export, Format, Written, size_of
 from models.deploy.formats.onnx import typed_half
-from models.quantize.convert import is_quantized
 from utils.qat.backends.file_model import FileModel
 from utils.qat.backends.openvino import OVERFLOW, OpenVINO
-from utils.qat.backends.pytorch import task_of
 from utils.qat.config.export import ExportConfig
 from utils.qat.core.files import atomic, require_own, write_text
 from utils.qat.core.log import LOGGER
@@ -92,36 +89,6 @@ def _write_pointing_behind(new: Path, behind: int, step: Path, path: Path) -> No
     os.replace(step, path)
 
 
-def export_openvino(source: Path, path: Path, model: nn.Module, typing: str = 'FP32') -> list[str]:
-    """Convert `source`, a file of export_onnx, to OpenVINO's .xml at `path` and its .bin; return notes on how OpenVINO runs it.
-
-    `model` is that of the file, fused; for `typing` see `require_agreement`. Raises QatError if OpenVINO is missing, cannot read the
-    graph, or computes something else. Then no file is written.
-    """
-    return write_checked(source, path, lambda session: _compare(session, source, model, typing))
-
-
-def write_checked(source: Path, path: Path, check: Callable[[OpenVINO], None]) -> list[str]:
-    """Convert `source` to `path` if `check` accepts a session of the new files. Returns the session's notes."""
-    with atomic_pair(path) as tmp:
-        write_ir(onnx.load(source), tmp)
-        session = OpenVINO(tmp, CPU)
-        check(session)
-    return list(session.notes)
-
-
-@torch.no_grad()
-def _compare(session: OpenVINO, source: Path, model: nn.Module, typing: str) -> None:
-    """Compare the outputs on made images with PyTorch's."""
-    batch, _, *imgsz = shape_of(onnx.load(source, load_external_data=False).graph.input[0])
-    images = task_of(model).normalized(made_images(batch, imgsz))
-    found, traced = FileModel(session)(images), traceable_copy(model).to(CPU)
-    if session.saturates:
-        LOGGER.warning(f'{OVERFLOW}; so the file is written without a comparison with PyTorch')
-        return
-    require_agreement(traced, images, found, traced(images), 'OpenVINO', typing, is_quantized(model))
-
-
 def write_folder(path: Path, metadata: str) -> Path:
     """Copy an .xml and its .bin into MODEL_openvino_model/ beside them, with metadata.yaml; return the folder.
 
@@ -160,7 +127,7 @@ class OpenVINOFormat(Format):
     """MODEL.xml and MODEL.bin, which return predictions."""
 
     name = 'openvino'
-    source = 'onnx'
+    source: str = 'onnx'
 
     @override
     def require(self, config: ExportConfig, device: torch.device) -> None:
@@ -168,22 +135,41 @@ class OpenVINOFormat(Format):
 
     @override
     def write(self, export: Export, path: Path) -> Written:
-        source, folder = export.made('onnx').path, folder_of(path)
-        metadata = metadata_yaml(source)
-        require_own(folder / METADATA, metadata)
-        notes = export_openvino(source, path, export.predict.model, 'FP16' if typed_half(export) else 'FP32')
-        written = self.report(export, path, notes)
+        metadata = metadata_yaml(export.made('onnx').path)
+        require_own(folder_of(path) / METADATA, metadata)
+        written = self.converted(export, path)
         return replace(written, lines=[*written.lines, f'-> {write_folder(path, metadata)}, the same for Ultralytics'])
 
-    def report(self, export: Export, path: Path, made: list[str]) -> Written:
-        """Report the files. made: notes on how OpenVINO runs them."""
-        config, task, target, weights = export.config, export.predict.task, export.target, path.with_suffix('.bin')
+    def converted(self, export: Export, path: Path) -> Written:
+        """Write the .xml and .bin of the ONNX file that is their source, if OpenVINO computes what it shall."""
+        config, target, weights, source = (
+            export.config,
+            export.target,
+            path.with_suffix('.bin'),
+            export.made(self.source),
+        )
+        with atomic_pair(path) as tmp:
+            write_ir(onnx.load(source.path), tmp)
+            session = OpenVINO(tmp, CPU)
+            self.compare(session, export, onnx.load(source.path, load_external_data=False))
         takes = 'any batch' if config.dynamic else f'batch {config.batch_size} only; any with --dynamic'
-        lines = [f'-> {path} and {weights.name}, {size_of(path, weights)}, {takes}', *made]
-        loses = target.in_openvino if task.boxes else target.in_openvino_classes
+        lines = [f'-> {path} and {weights.name}, {size_of(path, weights)}, {takes}', *session.notes]
+        loses = target.in_openvino if export.predict.task.boxes else target.in_openvino_classes
         if export.int8 and loses:
             lines.append(f'quantized for {target.title}: {loses} (--target openvino)')
         return Written({self.name: path}, lines)
+
+    @torch.no_grad()
+    def compare(self, session: OpenVINO, export: Export, source: onnx.ModelProto) -> None:
+        """Raise QatError unless the outputs of the new files are PyTorch's, on made images. source: the ONNX graph."""
+        batch, _, *imgsz = shape_of(source.graph.input[0])
+        images = export.predict.task.normalized(made_images(batch, imgsz))
+        found, traced = FileModel(session)(images), traceable_copy(export.predict.model).to(CPU)
+        if session.saturates:
+            LOGGER.warning(f'{OVERFLOW}; so the file is written without a comparison with PyTorch')
+            return
+        typing = 'FP16' if typed_half(export) else 'FP32'
+        require_agreement(traced, images, found, traced(images), 'OpenVINO', typing, export.int8)
 
     @override
     def backend(self, export: Export) -> str | None:

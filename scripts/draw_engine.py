@@ -40,6 +40,12 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     return parser.parse_args(argv)
 
 
+def next_commands(layer: Path) -> list[str]:
+    """Return the benchmark of the engine, if it is beside its layers."""
+    built = layer.with_name(f'{layer.name.removesuffix(".layer.json")}.engine')
+    return [command('benchmark_trt.py', built)] if built.is_file() else []
+
+
 def main(argv: Sequence[str] | None = None) -> None:
     """Write the tables and pictures of the engine, and print its findings."""
     args = parse_args(argv)
@@ -66,8 +72,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     except QatError as e:  # the tables, which are the purpose of the command, stay
         LOGGER.warning(e)
         pictures = {}
-    built = args.layer.with_name(f'{args.layer.name.removesuffix(".layer.json")}.engine')
-    finish(*[command('benchmark_trt.py', built)] * built.is_file(), layers=csv, graph=dot, **pictures)
+    finish(*next_commands(args.layer), layers=csv, graph=dot, **pictures)
 
 
 if __name__ == '__main__':

@@ -399,10 +399,8 @@ def test_a_command_is_named_as_it_was_reached(tmp_path, monkeypatch):
 
 
 def test_after_a_picture_of_an_engine(tmp_path):
-    draw = program('scripts/draw_engine.py')
+    following = program('scripts/draw_engine.py').next_commands
     layer, engine = tmp_path / 'model.layer.json', tmp_path / 'model.engine'
-    args = draw.parse_args(['--layer', str(layer), '--output', str(tmp_path / 'picture')])
-    again = f'python scripts/draw_engine.py --layer {layer} --output {tmp_path / "picture"} --verbose'
-    assert draw.next_command(args) == again
+    assert following(layer) == []
     engine.touch()
-    assert draw.next_command(args) == f'python benchmark_trt.py {engine}'
+    assert following(layer) == [f'python benchmark_trt.py {engine}']

@@ -82,14 +82,14 @@ class DeepStreamFile:
     """
 
     def __init__(self, session: Session) -> None:
-        from utils.qat.backends.file_model import metadata_of
+        from utils.qat.backends.file_model import stride_and_names
         from utils.qat.config.tasks import load_task
 
         signature = session.signature()
         ((self.input, image),) = signature.inputs.items()
         self.session, self.imgsz, self.task = session, tuple(image[2:]), load_task('detect')
         self.batch = image[0] if isinstance(image[0], int) else 1
-        self.stride, names = metadata_of(session.file, signature.metadata)
+        self.stride, names = stride_and_names(session.file, signature.metadata)
         self.names, self.notes, self.device = names or {}, session.notes, session.device
 
     def __call__(self, images: torch.Tensor) -> torch.Tensor:

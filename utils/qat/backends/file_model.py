@@ -126,7 +126,7 @@ def open_session(path: Path, device: torch.device, backend: str | None = None) -
     return session_of(chosen).open(path, device, chosen)
 
 
-def metadata_of(path: Path, metadata: dict[str, str]) -> tuple[int, dict[int, str] | None]:
+def stride_and_names(path: Path, metadata: dict[str, str]) -> tuple[int, dict[int, str] | None]:
     """Read the stride and the class names (by index) from the metadata of an export, which is untrusted."""
     text = metadata.get('names', 'None')
     try:
@@ -202,7 +202,7 @@ class FileModel:
         own = (image[0],) * 2 if isinstance(image[0], int) else None  # a static graph wants full batches
         self.imgsz = tuple(image[2:]) if all(isinstance(n, int) for n in image[2:]) else None
         self.batch = signature.batch or own
-        self.stride, names = metadata_of(path, signature.metadata)
+        self.stride, names = stride_and_names(path, signature.metadata)
         masks = MASKS in outputs or dimensions == [3, 4]
         self.task = load_task('classify' if dimensions == [2] else 'segment' if masks else 'detect')
         self.ours, self.kind = signature.metadata.get('task') == self.task.name, f'its outputs are {", ".join(outputs)}'

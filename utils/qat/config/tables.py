@@ -10,18 +10,18 @@ from typing import NamedTuple
 from utils.qat.core.errors import QatError
 
 
-class Engine(NamedTuple):
-    """Texts about an engine. placement: difference from the Q/DQ placement of the default target, for `-h`."""
+class TargetText(NamedTuple):
+    """Texts about the engine of a target. placement: difference from the Q/DQ placement of the default target, for `-h`."""
 
     title: str
     placement: str = ''
 
 
-TARGETS = {  # --target → Engine. utils/qat/targets/ has a file for each
-    'tensorrt': Engine('TensorRT'),
-    'openvino': Engine('OpenVINO', 'outputs of the head in INT8, unsigned behind a ReLU'),
-    'onnxruntime': Engine('ONNX Runtime', 'also around activation functions, with zero points'),
-    'litert': Engine('LiteRT', 'as onnxruntime, a scale for each addend of an Add'),
+TARGETS = {  # --target → TargetText. utils/qat/targets/ has a file for each
+    'tensorrt': TargetText('TensorRT'),
+    'openvino': TargetText('OpenVINO', 'outputs of the head in INT8, unsigned behind a ReLU'),
+    'onnxruntime': TargetText('ONNX Runtime', 'also around activation functions, with zero points'),
+    'litert': TargetText('LiteRT', 'as onnxruntime, a scale for each addend of an Add'),
 }
 DEFAULT_TARGET = 'tensorrt'  # also of checkpoints and files that name no target
 NMS = (

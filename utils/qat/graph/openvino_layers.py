@@ -33,7 +33,7 @@ QUANTIZES = 'QuantizeLinear'  # in the name of a Q in our exports
 
 
 @dataclass(eq=False)
-class Layer:
+class CompiledLayer:
     """A layer of a compiled model."""
 
     id: str  # its name in the compiled model
@@ -42,8 +42,8 @@ class Layer:
     returns: str  # type of its first output
     kernel: str  # such as brgconv_avx512_I8
     operators: list[str]  # names in the file of all its operators
-    takes: list[Layer] = field(default_factory=list, repr=False)  # layers that it reads
-    readers: list[Layer] = field(default_factory=list, repr=False)  # layers that read it
+    takes: list[CompiledLayer] = field(default_factory=list, repr=False)  # layers that it reads
+    readers: list[CompiledLayer] = field(default_factory=list, repr=False)  # layers that read it
     ms: float | None = None  # of one run, if it was measured
 
     @property
@@ -57,9 +57,9 @@ class Layer:
         return self.precision in INTEGERS
 
 
-def layers_of(compiled: openvino.CompiledModel, ms: dict[str, float] | None = None) -> list[Layer]:
+def layers_of(compiled: openvino.CompiledModel, ms: dict[str, float] | None = None) -> list[CompiledLayer]:
     """Return the layers of a compiled model that depend on its inputs, in the order in which they run. ms: name of a layer → its time."""
-    found: dict[str, Layer] = {}
+    found: dict[str, CompiledLayer] = {}
     for op in compiled.get_runtime_model().get_ordered_ops():
         info = op.get_rt_info()
         text = {
@@ -70,7 +70,7 @@ def layers_of(compiled: openvino.CompiledModel, ms: dict[str, float] | None = No
         sources = dict.fromkeys(value.get_node().get_friendly_name() for value in op.input_values())
         if text['layerType'] != 'Input' and not found.keys() & sources:
             continue  # a constant, or computed from constants
-        layer = found[name] = Layer(
+        layer = found[name] = CompiledLayer(
             name,
             text['layerType'],
             text['runtimePrecision'],
@@ -106,12 +106,12 @@ def quantized_convs(model: openvino.Model) -> dict[str, bool]:
 class Int8Layers:
     """The layers of a compiled model, sorted by what runs in INT8."""
 
-    layers: list[Layer]
-    convs: list[Layer]
-    by_design: list[Layer]  # of these, in float because their weights are float in the file
-    lost: list[Layer]  # of these, in float although their weights are quantized
-    moves: list[Layer]  # operators that only move values, in float before a layer that quantizes them
-    reencoded: list[Layer]  # re-encodings of what an INT8 layer returned
+    layers: list[CompiledLayer]
+    convs: list[CompiledLayer]
+    by_design: list[CompiledLayer]  # of these, in float because their weights are float in the file
+    lost: list[CompiledLayer]  # of these, in float although their weights are quantized
+    moves: list[CompiledLayer]  # operators that only move values, in float before a layer that quantizes them
+    reencoded: list[CompiledLayer]  # re-encodings of what an INT8 layer returned
 
     def __str__(self) -> str:
         if len(self.by_design) == len(self.convs):
@@ -124,7 +124,7 @@ class Int8Layers:
         return f'INT8: {int8} of {len(self.convs)} convolutions' + (f' ({"; ".join(parts)})' if parts else '')
 
 
-def int8_layers(layers: list[Layer], quantized: dict[str, bool]) -> Int8Layers:
+def int8_layers(layers: list[CompiledLayer], quantized: dict[str, bool]) -> Int8Layers:
     """Sort the layers of a compiled model, given the convolutions with quantized weights, see `quantized_convs`."""
     convs = [layer for layer in layers if layer.kind in CONV_LAYERS]
     floats = [layer for layer in convs if not layer.integer]
@@ -139,7 +139,7 @@ def int8_layers(layers: list[Layer], quantized: dict[str, bool]) -> Int8Layers:
     )
 
 
-def _is_quantized(layer: Layer) -> bool:
+def _is_quantized(layer: CompiledLayer) -> bool:
     """Whether a reader of a layer, through layers that only move values, converts float to integers."""
     return any(
         _is_quantized(reader) if reader.kind in MOVE_LAYERS and not reader.integer else reader.returns in INTEGERS
@@ -147,21 +147,21 @@ def _is_quantized(layer: Layer) -> bool:
     )
 
 
-def _reencodes(layer: Layer) -> bool:
+def _reencodes(layer: CompiledLayer) -> bool:
     """Whether a layer only writes values in another type or order."""
     return (
         layer.kind in REENCODINGS and layer.returns in INTEGERS and all(QUANTIZES in name for name in layer.operators)
     )
 
 
-def _integers(layer: Layer) -> bool:
+def _integers(layer: CompiledLayer) -> bool:
     return layer.integer or layer.returns in INTEGERS
 
 
 def plain_layers(found: Int8Layers, reasons: dict[str, str]) -> dict:
     """Return an Int8Layers as dicts and lists. reasons: name of a convolution → why it is in float in the file."""
 
-    def described(layer: Layer) -> dict:
+    def described(layer: CompiledLayer) -> dict:
         return {
             'name': layer.name,
             'operator': layer.kind,
@@ -180,7 +180,7 @@ def plain_layers(found: Int8Layers, reasons: dict[str, str]) -> dict:
     }
 
 
-def _why(layer: Layer, reasons: dict[str, str]) -> str:
+def _why(layer: CompiledLayer, reasons: dict[str, str]) -> str:
     """Why a convolution is in float in the file."""
     return next((reasons[name] for name in (layer.name, *layer.operators) if name in reasons), 'its weight is float')
 
@@ -189,7 +189,7 @@ def layers_text(found: Int8Layers, reasons: dict[str, str], limit: int | None = 
     """Format an Int8Layers as text: a table of the time, then each list with its first `limit` places (None = all)."""
     ran = run_layers(found.layers)
     whole = sum(layer.ms or 0 for layer in ran) or 1
-    groups: dict[tuple[str, str], list[Layer]] = {}
+    groups: dict[tuple[str, str], list[CompiledLayer]] = {}
     for layer in ran:
         groups.setdefault((layer.kind, layer.precision), []).append(layer)
     times = {key: sum(layer.ms or 0 for layer in group) for key, group in groups.items()}
@@ -198,7 +198,7 @@ def layers_text(found: Int8Layers, reasons: dict[str, str], limit: int | None = 
         for key, ms in sorted(times.items(), key=lambda item: -item[1])
     ]
 
-    def changed(layer: Layer) -> str:
+    def changed(layer: CompiledLayer) -> str:
         return f'{layer.name}: {layer.kind} of {", ".join(source.returns for source in layer.takes)} to {layer.returns}, {layer.ms or 0:.3f} ms'
 
     lists = {
@@ -215,6 +215,6 @@ def layers_text(found: Int8Layers, reasons: dict[str, str], limit: int | None = 
     return '\n'.join(lines)
 
 
-def run_layers(layers: list[Layer]) -> list[Layer]:
+def run_layers(layers: list[CompiledLayer]) -> list[CompiledLayer]:
     """Return the layers that take time."""
     return [layer for layer in layers if layer.kind not in NOT_RUN]

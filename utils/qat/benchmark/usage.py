@@ -11,7 +11,6 @@ import importlib
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
@@ -23,75 +22,59 @@ from utils.qat.core.machine import clock_scales, nvml_of, usable_cores
 
 PERIOD = 0.1  # seconds between samples
 MIB = 1 << 20
-Probe = Callable[[], float]
 
 
-@dataclass(frozen=True)
-class Probes:
-    """Functions that read a device."""
+class Sample(NamedTuple):
+    """What a device tells at one time; None where the system does not tell."""
 
-    memory: Probe  # MiB in use
-    percent: Probe  # utilisation since the last call, or NVML's
-    clock: Probe | None = None  # MHz; None where the system does not tell
-    everybody: Probe | None = None  # as `percent`, of all processes together; None if they may use other cores too
+    seconds: float  # since the start
+    memory: float  # MiB in use
+    percent: float  # utilisation since the last sample, or NVML's
+    clock: float | None  # MHz
+    others: float | None  # utilisation by other processes, in per cent; None if they may use other cores too
 
 
-def gpu_probes(device: torch.device) -> Probes:
-    """Make the probes of a CUDA device.
+Probe = Callable[[], tuple[float, float, float | None, float | None]]  # reads all of a Sample but the time
 
-    Raises:
-        QatError: NVML is missing, or does not know the device.
-    """
+
+def gpu_probe(device: torch.device) -> Probe:
+    """Make the probe of a CUDA device. Raises QatError if NVML is missing, or does not know the device."""
     nvml, handle = nvml_of(device)
 
-    def memory() -> float:
-        return nvml.nvmlDeviceGetMemoryInfo(handle).used / MIB
+    def clock() -> float | None:
+        try:
+            return nvml.nvmlDeviceGetClockInfo(handle, nvml.NVML_CLOCK_SM)
+        except nvml.NVMLError:
+            return None
 
-    def percent() -> float:
-        return nvml.nvmlDeviceGetUtilizationRates(handle).gpu
-
-    def clock() -> float:
-        return nvml.nvmlDeviceGetClockInfo(handle, nvml.NVML_CLOCK_SM)
+    def read() -> tuple[float, float, float | None, None]:
+        memory = nvml.nvmlDeviceGetMemoryInfo(handle).used / MIB
+        return memory, nvml.nvmlDeviceGetUtilizationRates(handle).gpu, clock(), None
 
     try:
-        percent()
+        read()
     except nvml.NVMLError as e:
         raise QatError(f'NVML says: {e}') from e
-    try:
-        clock()
-    except nvml.NVMLError:
-        return Probes(memory, percent)
-    return Probes(memory, percent, clock)
+    return read
 
 
-def cpu_probes() -> Probes:
-    """Make the probes of this process.
-
-    Raises:
-        QatError: psutil is missing.
-    """
+def cpu_probe() -> Probe:
+    """Make the probe of this process. Raises QatError if psutil is missing."""
     try:
         psutil = importlib.import_module('psutil')
     except ImportError as e:
         raise QatError('no package psutil (./install_dependencies.sh)') from e
-    process, cores = psutil.Process(), usable_cores()
-    process.cpu_percent()  # the first call begins the period of the second
-    return Probes(
-        lambda: process.memory_info().rss / MIB,
-        lambda: process.cpu_percent() / cores,
-        (lambda: psutil.cpu_freq().current) if clock_scales() else None,
-        psutil.cpu_percent if cores == psutil.cpu_count() else None,
-    )
+    process, cores, scales = psutil.Process(), usable_cores(), clock_scales()
+    whole = cores == psutil.cpu_count()
 
+    def read() -> tuple[float, float, float | None, float | None]:
+        percent = process.cpu_percent() / cores
+        clock = psutil.cpu_freq().current if scales else None
+        others = max(0.0, psutil.cpu_percent() - percent) if whole else None
+        return process.memory_info().rss / MIB, percent, clock, others
 
-class Sample(NamedTuple):
-    """The values of all probes at one time; None where the system does not tell."""
-
-    seconds: float  # since the start
-    memory: float  # MiB
-    percent: float  # utilisation
-    clock: float | None  # MHz
-    others: float | None  # utilisation by other processes, in per cent
+    read()  # the first call begins the period of the second
+    return read
 
 
 class Usage:
@@ -100,21 +83,21 @@ class Usage:
     def __init__(self, device: torch.device) -> None:
         self.samples: list[Sample] = []
         self.start, self.over = time.perf_counter(), threading.Event()
-        self.probes: Probes | None = None
+        self.probe: Probe | None = None
         try:
-            self.probes = gpu_probes(device) if device.type == 'cuda' else cpu_probes()
+            self.probe = gpu_probe(device) if device.type == 'cuda' else cpu_probe()
         except QatError as e:
             LOGGER.info(f'left out: memory and utilisation: {e}')
         self.thread = threading.Thread(target=self._sample, daemon=True)
 
     def __enter__(self) -> Usage:
-        if self.probes:
+        if self.probe:
             self.thread.start()
         return self
 
     def __exit__(self, *_: object) -> None:
         self.over.set()
-        if self.probes:
+        if self.probe:
             self.thread.join()
 
     def _sample(self) -> None:
@@ -122,13 +105,12 @@ class Usage:
         while not self.over.wait(PERIOD):
             self._take()
 
-    def _take(self) -> None:
+    def _take(self) -> Sample:
         """Take a sample."""
-        assert self.probes
-        memory, percent = self.probes.memory(), self.probes.percent()
-        clock = self.probes.clock() if self.probes.clock else None
-        others = max(0.0, self.probes.everybody() - percent) if self.probes.everybody else None
-        self.samples.append(Sample(self.now(), memory, percent, clock, others))
+        assert self.probe
+        sample = Sample(self.now(), *self.probe())
+        self.samples.append(sample)
+        return sample
 
     def now(self) -> float:
         """Return the seconds since the start."""
@@ -136,7 +118,7 @@ class Usage:
 
     def begin(self) -> tuple[float, float | None]:
         """Return the start for `added`: (seconds, MiB); MiB is None if nothing can be sampled."""
-        return self.now(), self.probes.memory() if self.probes else None
+        return self.now(), self._take().memory if self.probe else None
 
     def added(self, begun: tuple[float, float | None]) -> dict[str, float]:
         """Return 'peak_mib' and 'added_mib' (peak less the memory at the start) since `begun`, see `begin`; empty if not sampled."""

@@ -107,7 +107,7 @@ NO_PLANS = [  # file, major version, settings; what the message says
     ('half', 10, {'precision': 'fp32'}, ['--precision fp32', 'FP16']),
     ('int8', 10, {'batch': (1, 4, 8)}, ['--batch 1,4,8', 'fixed batch of 1', '--dynamic']),
     ('int8', 10, {'imgsz': [640]}, ['--imgsz 640 640', 'takes 4 x 4']),
-    ('open size', 10, {}, ['--imgsz', 'leaves the image size open']),
+    ('open size', 10, {}, ['--imgsz', 'leaves the image size of']),
     ('float', 10, {'workspace': 0}, ['--workspace 0']),
     ('float', 10, {'level': 6}, ['--level 6', '0 to 5']),
     ('float', 10, {'engine': Path('model.plan')}, ['--engine model.plan', '.engine']),

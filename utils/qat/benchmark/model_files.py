@@ -19,6 +19,7 @@ from utils.qat.backends.pytorch import TorchModel
 from utils.qat.config.settings import Sides
 from utils.qat.core.errors import QatError
 from utils.qat.core.files import require_file
+from utils.qat.engine.plan import closed
 from utils.qat.engine.sidecar import read_sidecar
 from utils.qat.graph.onnx_file import load, naming
 from utils.qat.graph.onnx_graph import QDQ, Graph, count_qdq, is_half, metadata_value, required_inputs
@@ -235,31 +236,10 @@ def fixed_batch(inputs: OpenInputs) -> int | None:
 
 
 def shapes_of(inputs: OpenInputs, batch: int, imgsz: Sides | None, file: Path) -> Inputs:
-    """Fill in the open axes of inputs: the first is the batch, axes 2 and 3 of an image [B, C, H, W] are imgsz.
-
-    Raises:
-        QatError: another axis is open, or the file does not take such a batch or size.
-    """
+    """Fill in the open axes of inputs, see `closed`. Raises QatError if the file does not take such a batch or size."""
     own = fixed_batch(inputs)
     if own and batch not in {shape[0] for _, shape in inputs.values() if shape}:
         raise QatError(
             f'--batch {batch}: {file} has a fixed batch of {own}; leave the flag out, or export with --dynamic'
         )
-    found: Inputs = {}
-    for name, (dtype, shape) in inputs.items():
-        rest = shape[1:]
-        if imgsz and len(shape) == 4 and any(a and a != b for a, b in zip(rest[1:], imgsz)):
-            raise QatError(
-                f'--imgsz {" ".join(map(str, imgsz))}: {file} takes {rest[1]} x {rest[2]}; leave the flag out, or export with that --imgsz'
-            )
-        if None in rest and len(shape) == 4 and not imgsz:
-            raise QatError(f'--imgsz: {file} leaves the image size of {name} open; say which to measure')
-        wanted = (None, None, *(imgsz or (None, None)))[1:] if len(shape) == 4 else rest
-        sizes = tuple(n for a, b in zip(rest, wanted) if (n := a or b) is not None)
-        if len(sizes) < len(rest):
-            raise QatError(
-                f'{file}: input {name} {list(shape)} has an open axis that is neither batch nor image size; export it with '
-                'that size fixed'
-            )
-        found[name] = dtype, (*((shape[0] or batch,) if shape else ()), *sizes)
-    return found
+    return {name: (dtype, closed(file, name, shape, batch, imgsz)) for name, (dtype, shape) in inputs.items()}

@@ -4,13 +4,40 @@ A file with Q/DQ is INT8. A file with FP16 inside is strongly typed, and is buil
 TensorRT-RTX build every file in its own types.
 """
 
+from collections.abc import Sequence
+from pathlib import Path
+
 from utils.qat.config.deploy import BuildConfig
+from utils.qat.config.settings import Sides
 from utils.qat.core.command import command
 from utils.qat.core.errors import QatError
 from utils.qat.core.log import LOGGER
 from utils.qat.engine.api import Capability
 from utils.qat.graph.onnx_file import load
 from utils.qat.graph.onnx_graph import count_qdq, is_half, name_of, required_inputs
+
+
+def closed(file: Path, name: str, shape: Sequence[int | None], batch: int, imgsz: Sides | None) -> tuple[int, ...]:
+    """Fill in the open axes (None) of the input `name`: the first is the batch, axes 2 and 3 of images [B, C, H, W] are `imgsz`.
+
+    Raises:
+        QatError: another axis is open, or the file does not take images of this size.
+    """
+    first, rest, images = shape[:1], shape[1:], len(shape) == 4
+    if images and imgsz and any(own and own != side for own, side in zip(rest[1:], imgsz)):
+        raise QatError(
+            f'--imgsz {" ".join(map(str, imgsz))}: {file} takes {rest[1]} x {rest[2]}; leave the flag out, or export with that --imgsz'
+        )
+    if images and None in rest and not imgsz:
+        raise QatError(f'--imgsz: {file} leaves the image size of {name} open; say which to take')
+    wanted = (None, *imgsz) if images and imgsz else rest
+    sizes = tuple(size for own, side in zip(rest, wanted) if (size := own or side) is not None)
+    if len(sizes) < len(rest):
+        raise QatError(
+            f'{file}: input {name} {list(shape)} has an open axis that is neither batch nor image size; export it with '
+            'that size fixed'
+        )
+    return (*(own or batch for own in first), *sizes)
 
 
 class Plan:
@@ -28,16 +55,17 @@ class Plan:
         self.product = product
         self.config, model = config, load(config.onnx)
         inputs = {
-            i.name: tuple(d.dim_value or -1 for d in i.type.tensor_type.shape.dim) for i in required_inputs(model)
+            i.name: tuple(d.dim_value or None for d in i.type.tensor_type.shape.dim) for i in required_inputs(model)
         }
         if not all(inputs.values()):
             raise QatError(
                 f'{config.onnx}: input {min(inputs, key=lambda name: len(inputs[name]))} is a single number; inputs are [B, ...]'
             )
         self.shapes = {
-            name: tuple((n, *self._size(shape)) for n in self._batch(shape[0])) for name, shape in inputs.items()
+            name: tuple(closed(config.onnx, name, shape, n, config.imgsz) for n in self._batch(shape[0]))
+            for name, shape in inputs.items()
         }
-        self.dynamic = any(-1 in shape for shape in inputs.values())
+        self.dynamic = any(None in shape for shape in inputs.values())
         self.metadata = {p.key: p.value for p in model.metadata_props}
         self.nodes = [name_of(n) for n in model.graph.node]
         stored = {i.name for i in model.graph.initializer}
@@ -52,10 +80,10 @@ class Plan:
         """Return the command that exports the file again, without its --trt."""
         return command('export_qat.py', '--weights', self.config.onnx.with_suffix('.pt').name)
 
-    def _batch(self, own: int) -> tuple[int, ...]:
-        """Choose the smallest, best and largest batch; `own` is the batch of the file, -1 if it is open."""
+    def _batch(self, own: int | None) -> tuple[int, ...]:
+        """Choose the smallest, best and largest batch; `own` is the batch of the file, None if it is open."""
         wanted = self.config.batch
-        if own == -1:
+        if own is None:
             return wanted or (1, 1, 1)
         if wanted and set(wanted) != {own}:
             raise QatError(
@@ -63,26 +91,6 @@ class Plan:
                 'export with --dynamic'
             )
         return own, own, own
-
-    def _size(self, shape: tuple[int, ...]) -> tuple[int, ...]:
-        """Choose the axes after the batch: the axes of the file, or --imgsz where they are open."""
-        own, wanted = shape[1:], self.config.imgsz
-        if len(shape) != 4 and -1 in own:
-            raise QatError(
-                f'{self.config.onnx}: an input of shape {list(shape)}: only the batch, and height and width of images, may be open'
-            )
-        if -1 not in own:
-            if len(shape) == 4 and wanted and list(own[1:]) != list(wanted):
-                raise QatError(
-                    f'--imgsz {" ".join(map(str, wanted))}: {self.config.onnx} takes {own[1]} x {own[2]}; leave the flag out, '
-                    'or export with that --imgsz'
-                )
-            return own
-        if not wanted or own[0] == -1:
-            raise QatError(
-                f'--imgsz: {self.config.onnx} leaves the image size open ({list(shape)}); say which to build for'
-            )
-        return tuple(w if o == -1 else o for o, w in zip(own, (own[0], *wanted)))
 
     def _choose_flags(self, can: set[Capability], int8: bool, half: bool) -> None:
         """Choose the flags of a file that has Q/DQ (`int8`) and FP16 (`half`) inside, and name the precision."""

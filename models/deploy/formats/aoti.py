@@ -30,6 +30,7 @@ from models.deploy.formats.format import Export, Written
 from models.deploy.formats.pt2 import Pt2Format, package_metadata, trace, with_example
 from utils.qat.backends.aoti import AotPackage, compiled_layers
 from utils.qat.backends.file_model import FileModel
+from utils.qat.config.export import ExportConfig
 from utils.qat.core.command import run_apart
 from utils.qat.core.errors import QatError
 from utils.qat.core.files import atomic
@@ -99,6 +100,31 @@ def _require_loading(package: Path, device: torch.device) -> None:
         )
 
 
+def _int8_layers(integers: nn.Module) -> tuple[str, int]:
+    """Count the layers of a model of `on_integers` that are to run in INT8: a text about them, and their number."""
+    wanted = sum(isinstance(m, StoredWeight) for m in integers.modules())
+    convs, linear = (sum(isinstance(m, kind) for m in integers.modules()) for kind in (nn.Conv2d, nn.Linear))
+    layers = f'{convs + linear} convolutions{" and linear layers" * bool(linear)}'
+    return f'INT8: {wanted} of {layers} ({convs + linear - wanted} float by design)', wanted
+
+
+def _compile(
+    model: nn.Module, images: torch.Tensor, config: ExportConfig, metadata: dict[str, str], path: Path
+) -> None:
+    """Compile a model of `on_integers` to a package. Raises QatError if the compiler refuses it."""
+    with _own_cache():
+        try:
+            torch._inductor.aoti_compile_and_package(
+                trace(model, images, config.half, config.dynamic),
+                package_path=str(path),
+                inductor_configs={'freezing': True, 'aot_inductor.metadata': metadata},
+            )
+        except (RuntimeError, torch._dynamo.exc.UserError) as e:
+            raise QatError(
+                f'--include aoti: AOTInductor cannot compile the model: {" ".join(str(e).split())[:300]}'
+            ) from e
+
+
 class AotiFormat(Pt2Format):
     """MODEL-aoti.pt2, a package of AOTInductor."""
 
@@ -116,27 +142,15 @@ class AotiFormat(Pt2Format):
         config, device = export.config, export.predict.device
         traced, images, theirs = with_example(export)
         integers = on_integers(traced, unsigned=True)
-        wanted = sum(isinstance(m, StoredWeight) for m in integers.modules())
-        convs, linear = (sum(isinstance(m, kind) for m in integers.modules()) for kind in (nn.Conv2d, nn.Linear))
-        layers = f'{convs + linear} convolutions{" and linear layers" * bool(linear)}'
-        said = [f'INT8: {wanted} of {layers} ({convs + linear - wanted} float by design)'] * export.int8
+        int8, wanted = _int8_layers(integers) if export.int8 else ('', 0)
         kind = (
             {'gpu': '.'.join(map(str, torch.cuda.get_device_capability(device)))}
             if device.type == 'cuda'
             else {'cpu': ' '.join(instruction_flags())}
         )
-        metadata = package_metadata(export, images, device=device.type, **kind, **dict(zip(('int8',), said)))
-        with atomic(path) as tmp, _own_cache():
-            try:
-                torch._inductor.aoti_compile_and_package(
-                    trace(integers, images, config.half, config.dynamic),
-                    package_path=str(tmp),
-                    inductor_configs={'freezing': True, 'aot_inductor.metadata': metadata},
-                )
-            except (RuntimeError, torch._dynamo.exc.UserError) as e:
-                raise QatError(
-                    f'--include aoti: AOTInductor cannot compile the model: {" ".join(str(e).split())[:300]}'
-                ) from e
+        metadata = package_metadata(export, images, device=device.type, **kind, **({'int8': int8} if int8 else {}))
+        with atomic(path) as tmp:
+            _compile(integers, images, config, metadata, tmp)
             made, _ = compiled_layers(tmp)
             if made != wanted:
                 raise QatError(
@@ -146,7 +160,7 @@ class AotiFormat(Pt2Format):
             _require_loading(tmp, device)
             ours, typing = FileModel(AotPackage(tmp, device))(images), 'FP16' if config.half else 'FP32'
             agreement = require_agreement(traced, images, ours, theirs, 'AOTInductor', typing, export.int8)
-        written = self.report(export, path, f'AOTInductor package for {device.type}', agreement, *said)
+        written = self.report(export, path, f'AOTInductor package for {device.type}', agreement, *[int8] * bool(int8))
         written.warnings = [
             f'{path}: native code for this kind of machine and this PyTorch, which runs when it is loaded; each command '
             'that shall load it takes --backend aoti'

@@ -158,7 +158,10 @@ def deployed(name, model, path, **options):
     """Write a model as `export_qat.py --include NAME` does; returns what it tells of it. options: of ExportConfig, or of the recipe."""
     recipe = {key: options.pop(key) for key in ('target', 'kept_float') if key in options}
     predict = TorchModel(model, {'recipe': recipe} if is_quantized(model) else None)
-    return load_format(name).write(Export(ExportConfig(path.with_suffix('.pt'), (name,), **options), predict), path)
+    export, made = Export(ExportConfig(path.with_suffix('.pt'), (name,), **options), predict), load_format(name)
+    made.require(export.config, predict.device)
+    made.require_model(export)
+    return made.write(export, path)
 
 
 def program(file):

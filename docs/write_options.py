@@ -15,7 +15,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from utils.qat.config.deploy import BenchmarkConfig, BuildConfig, CompareConfig
 from utils.qat.config.export import DeepStreamConfig, ExportConfig
 from utils.qat.config.qat import EvalConfig, FileEvalConfig, QuantizeConfig, SensitiveConfig
-from utils.qat.config.settings import Option, Settings, flag_of, grouped, help_of
+from utils.qat.config.settings import WHAT, Option, Settings, flag_of, grouped, help_of
 
 PAGE = Path(__file__).with_name('options.md')
 COMMANDS: dict[str, type[Settings]] = {
@@ -31,10 +31,9 @@ COMMANDS: dict[str, type[Settings]] = {
 }
 INTRODUCTION = """# Options
 
-The options of each command, as its `-h` prints them, with the default in brackets. `segment/qat_seg.py` and `classify/qat_cls.py` are `qat.py` for one
-task. Files, exit codes and figures: [results.md](results.md). Options of other tools: [migration.md](migration.md).
-
-All commands have `--quiet` (errors, warnings and the result, no more), `--verbose` (details and upstream's messages as well) and `-h`.
+Here you look up the options of each command, with the default in brackets. `segment/qat_seg.py` and `classify/qat_cls.py` are `qat.py` for one task. Files and exit
+codes: [results.md](results.md). Options of other tools: [migration.md](migration.md). All commands have `-h`, `--quiet` (errors, warnings and the result) and
+`--verbose` (details and upstream's messages too).
 
 <!-- Written by docs/write_options.py. Change the option, not this page. -->"""
 
@@ -71,8 +70,9 @@ def section(command: str, known: dict[tuple[str, str], tuple[str, str]]) -> Iter
                 items.append(f'- `{name}`: {text}{default}')
             else:
                 same.setdefault(first, []).append(f'`{name.split()[0]}`{default if default != told else ""}')
-        if items:
+        if items and title != WHAT:
             yield f'{title[0].upper()}{title[1:]}:'
+        if items:
             yield '\n'.join(items)
     for first, names in same.items():
         yield f'As `{first}`: {", ".join(names)}.'

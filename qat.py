@@ -19,7 +19,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))  # the patched tree; PY
 from utils.qat.config.qat import EvalConfig, QuantizeConfig, SensitiveConfig
 from utils.qat.config.settings import add_options, settings_of
 from utils.qat.config.tables import CHECKPOINTS, DEFAULT_TARGET, EXPORTED
-from utils.qat.core.command import Parser, command, explain_out_of_memory, run_command, typed_sides
+from utils.qat.core.command import Parser, command, explain_out_of_memory, export_command, run_command, typed_sides
 from utils.qat.core.distributed import from_first, leave, on_first
 from utils.qat.core.errors import QatError
 from utils.qat.core.files import is_network, require_source
@@ -47,7 +47,7 @@ def parse_args(argv: Sequence[str] | None) -> Sequence[QuantizeConfig | Sensitiv
     if unknown:  # reported by the parser that has the options
         verbs.choices[verb].error(f'unrecognized arguments: {" ".join(unknown)}')
     if 'resume' in typed:
-        from utils.qat.run.state import resumed
+        from utils.qat.run.resume import resumed
 
         return [resumed(typed.pop('resume'), typed)]
     if 'weights' not in typed:
@@ -122,7 +122,7 @@ def quantize(config: QuantizeConfig, folder: Path | None) -> None:
     from models.quantize.run.inputs import open_inputs, open_run
     from models.quantize.run.stages import run
     from utils.qat.core.run_folder import DELIVERED
-    from utils.qat.run.report import conclusions, export_command, run_table
+    from utils.qat.run.report import conclusions, run_table
 
     inputs = open_inputs(config)
     of_run = open_run(inputs)
@@ -131,7 +131,8 @@ def quantize(config: QuantizeConfig, folder: Path | None) -> None:
 
     seen = f'images {inputs.task.seen_as(inputs.config.imgsz, False)}'
     LOGGER.log(RESULT, '\n'.join(('', seen, '', run_table(report, brief=True), '', *conclusions(report), '')))
-    finish(export_command(folder, report), report=folder / 'report.md', weights=folder / DELIVERED)
+    best = folder / DELIVERED
+    finish(export_command(best, inputs.config.imgsz), report=folder / 'report.md', weights=best)
 
 
 def sensitive(config: SensitiveConfig, folder: Path | None) -> None:

@@ -59,17 +59,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parse_args(argv)
     require_file(args.model, 'MODEL', ('.onnx',))
 
+    from utils.qat.config.tables import DEFAULT_TARGET
     from utils.qat.core.files import write_json
     from utils.qat.engine.api import can_build
     from utils.qat.graph import audit
     from utils.qat.graph.audit_rules import rules_of
     from utils.qat.graph.onnx_file import load, naming
-    from utils.qat.graph.onnx_graph import has_zero_points
-    from utils.qat.targets.target import target_of
+    from utils.qat.graph.onnx_graph import has_zero_points, metadata_value
+    from utils.qat.targets.target import load_target
 
     model = load(args.model)
     with naming(args.model):
-        target = target_of(model)
+        target = load_target(metadata_value(model, 'target', DEFAULT_TARGET))
         found = audit.audit(model, rules_of(target.name))
     shown, written = None if is_verbose() else SHOWN, {'file': str(args.model), **audit.plain_audit(found)}
     LOGGER.log(RESULT, f'{args.model}, for {target.title}\n{audit.audit_text(found, shown)}\n')

@@ -23,8 +23,9 @@ from utils.loss_tal_dual import ComputeLoss
 
 from models.deploy.formats.format import Export, load_format
 from models.quantize import checkpoint
+from models.quantize.blocks import is_quantized
 from models.quantize.calibration.calibrate import calibrate
-from models.quantize.convert import is_quantized, quantize_model
+from models.quantize.convert import quantize_model
 from models.quantize.reparameterize import reparameterize
 from models.quantize.scales import tie_scales
 from utils.qat.backends.pytorch import TorchModel

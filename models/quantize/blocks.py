@@ -250,3 +250,8 @@ TWINS: dict[type, Any] = {  # upstream class → its twin
     twin.float_class: twin
     for twin in (QuantConv2d, QuantBottleneck, QuantRepNBottleneck, QuantAConv, QuantADown, QuantCBFuse)
 }
+
+
+def is_quantized(model: nn.Module) -> bool:
+    """Tell whether any block of `model` is a quantized twin."""
+    return any(isinstance(m, Twin) for m in model.modules())

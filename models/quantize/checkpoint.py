@@ -15,10 +15,9 @@ import torch
 import torch.nn as nn
 from models.common import RepConvN
 
-from models.quantize.convert import is_quantized
+from models.quantize.blocks import is_quantized
 from models.quantize.head_outputs import head_of
 from models.quantize.network import fold_batch_norms
-from models.quantize.origins.origin import origin_of
 from models.quantize.pickled_modules import OURS, TORCHVISION, TWINS, build
 from models.quantize.reparameterize import main_branch
 from models.quantize.scales import shared_scales
@@ -54,14 +53,18 @@ class CheckpointFile:
         self.path = require_file(path, '--weights', CHECKPOINTS)
         of_network = self.path.suffix == '.pth' and bool(network_of(self.path))
         self.state = old_state(self.path) if of_network else None
-        self.origin = None  # upstream, this toolkit or torchvision
+        self.kind, self.origin = 'state_dict', None
         if self.state is None:
             self.archive = read_archive(self.path)
             self.digest = self.archive.digest
+            self.kind = _kind(self.archive.names)
+        self.of_torchvision = of_network and self.kind == 'state_dict'
+        if self.state is None and self.kind in ('state_dict', 'other') and not self.of_torchvision:
+            from models.quantize.origins.origin import origin_of  # here, because few files are of another training
+
             self.origin = origin_of(self.archive)
-        kind = _kind(self.archive.names) if self.state is None else 'state_dict'
-        self.of_torchvision = of_network and kind == 'state_dict'
-        self.kind = 'float' if self.of_torchvision or self.origin else kind
+        if self.of_torchvision or self.origin:
+            self.kind = 'float'
 
     @property
     def sha256(self) -> str:

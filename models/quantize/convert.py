@@ -9,7 +9,6 @@ from models.common import DFL
 from torchvision.models.convnext import CNBlock, ConvNeXt
 from torchvision.ops.misc import SqueezeExcitation
 
-from models.quantize import class_blocks
 from models.quantize.blocks import ACTIVATIONS, TWINS, QuantResidual, Twin
 from models.quantize.pickled_modules import TORCHVISION
 from models.quantize.quantizers import named_quantizers
@@ -118,7 +117,11 @@ def unknown_modules(model: nn.Module) -> dict[str, str]:
 
 def twins_of(model: nn.Module, target: Target) -> dict[type, Any]:
     """Return the twins for a model and a target: class → twin."""
-    twins = TWINS if task_of(model).boxes else TWINS | class_blocks.TWINS
+    twins = TWINS
+    if not task_of(model).boxes:
+        from models.quantize import class_blocks  # here, because only classifiers have these blocks
+
+        twins = twins | class_blocks.TWINS
     return twins | ACTIVATIONS if target.activations else twins
 
 
@@ -177,8 +180,3 @@ def dequantize_model(model: nn.Module) -> nn.Module:
         if isinstance(child, Twin):
             model._modules[name] = child.to_float()
     return model
-
-
-def is_quantized(model: nn.Module) -> bool:
-    """Tell whether any block of `model` is a quantized twin."""
-    return any(isinstance(m, Twin) for m in model.modules())

@@ -27,10 +27,10 @@ from utils.qat.config.tables import DEFAULT_TARGET, TARGETS
 from utils.qat.core.errors import QatError
 from utils.qat.graph.audit import audit, finding_counts
 from utils.qat.graph.audit_rules import DFL, HEAD, rules_of
-from utils.qat.graph.onnx_graph import constants, count_qdq, has_zero_points
+from utils.qat.graph.onnx_graph import constants, count_qdq, has_zero_points, metadata_value
 from utils.qat.graph.passes import unsigned_activations
 from utils.qat.run.sensitivity_summary import FILE
-from utils.qat.targets.target import load_target, target_of
+from utils.qat.targets.target import load_target
 
 TENSORRT, OPENVINO, ORT = map(load_target, ('tensorrt', 'openvino', 'onnxruntime'))
 CPU = torch.device('cpu')
@@ -200,7 +200,7 @@ def test_unsigned_is_the_same_number(tmp_path):
 @pytest.mark.parametrize('name', TARGETS)
 def test_a_file_names_its_target(name, tmp_path):
     _, graph = exported('small', tmp_path / 'model.onnx', load_target(name))
-    assert target_of(graph) is load_target(name)
+    assert metadata_value(graph, 'target', 'tensorrt') == name
 
 
 def test_help_describes_each_target_that_places_otherwise():
@@ -237,7 +237,7 @@ def test_from_checkpoint_to_file(small, tmp_path):
     said = command('export_qat.py', '--weights', best, *size, '--dynamic', '--simplify')
     assert 'engine: ONNX Runtime; TensorRT reads no unsigned INT8' in said and 'trtexec' not in said
     file = best.with_suffix('.onnx')
-    assert target_of(onnx.load(file)).name == 'onnxruntime'
+    assert metadata_value(onnx.load(file), 'target') == 'onnxruntime'
     assert 'for ONNX Runtime' in command('scripts/audit_onnx.py', file, '--strict')
     assert 'AP' in command(
         *('qat.py', 'eval', '--weights', best, *data, '--square', '--workers', 0, '--project', tmp_path, '--name', 'pt')
@@ -260,7 +260,7 @@ def test_a_file_for_deepstream_names_its_target(small, tmp_path, monkeypatch):
     [weights] = (tmp_path / 'run/weights').glob('ptq_*.pt')
     command('export_yoloV9.py', '--weights', weights, '--size', 64)
     file = weights.with_name(f'{weights.name}.onnx')
-    assert target_of(onnx.load(file)).name == 'openvino'
+    assert metadata_value(onnx.load(file), 'target') == 'openvino'
     assert 'for OpenVINO' in command('scripts/audit_onnx.py', file, '--strict')
 
 

@@ -25,9 +25,10 @@ from zoo import (
 )
 
 from models.quantize import blocks
+from models.quantize.blocks import is_quantized
 from models.quantize.calibration.calibrate import calibrate
 from models.quantize.checkpoint import CheckpointFile, save_quantized
-from models.quantize.convert import is_quantized, quantize_model
+from models.quantize.convert import quantize_model
 from models.quantize.quantizers import Quantizer, SiLUQuantizer
 from models.quantize.reparameterize import reparameterize
 from models.quantize.scales import tie_scales

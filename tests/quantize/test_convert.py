@@ -12,8 +12,8 @@ from faults import sampled
 from models.common import AConv, ADown, CBFuse, RepConvN, RepNCSPELAN4
 from zoo import DUAL, SEGMENT, SINGLE, build, fuse, image, output, same
 
-from models.quantize.blocks import TWINS, QuantConv2d, Twin
-from models.quantize.convert import dequantize_model, is_quantized, quantize_model
+from models.quantize.blocks import TWINS, QuantConv2d, Twin, is_quantized
+from models.quantize.convert import dequantize_model, quantize_model
 from models.quantize.quantizers import named_quantizers, quantizers_off
 from models.quantize.scales import scale_groups, tie_scales
 from utils.qat.core.errors import QatError

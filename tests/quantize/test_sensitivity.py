@@ -28,7 +28,7 @@ from utils.qat.data.dataset import load_data
 from utils.qat.data.images import channels_last
 from utils.qat.data.loaders import val_loader
 from utils.qat.graph.audit import audit
-from utils.qat.run.sensitivity_summary import FILE, by_distortion_per_flop, summary_table, worst
+from utils.qat.run.sensitivity_summary import FILE, summary_table, worst
 
 CPU = torch.device('cpu')
 
@@ -239,7 +239,7 @@ def test_orders():
         {'unit': 'c', 'distortion': 2.0, 'flops': 1},
     ]
     assert [u['unit'] for u in worst({'units': units})] == ['b', 'c', 'a']
-    assert [u['unit'] for u in by_distortion_per_flop({'units': units})] == ['c', 'a', 'b']
+    assert [u['unit'] for u in FloatBlocks([], {'units': units}).by_distortion_per_flop()] == ['c', 'a', 'b']
 
 
 @pytest.mark.parametrize('needed', [0, 1, 2, 3, 5, 8, 18])
@@ -254,7 +254,7 @@ def test_the_smallest_number_that_keeps_the_budget(summary, needed):
 
     blocks, result = within_budget(FloatBlocks([], summary), 0.2, attempt)
     assert result == needed and set(blocks.paths) == {
-        p for u in by_distortion_per_flop(summary)[:needed] for p in u['twins']
+        p for u in FloatBlocks([], summary).by_distortion_per_flop()[:needed] for p in u['twins']
     }
     assert len(attempts) == len(set(attempts)) <= 12
 

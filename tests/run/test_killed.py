@@ -19,7 +19,8 @@ from zoo import command, load_quantized, program, same
 from models.quantize import checkpoint
 from utils.qat.core.command import run_command
 from utils.qat.core.run_folder import LOCK
-from utils.qat.run.state import STATE, read_state
+from utils.qat.run.resume import read_state
+from utils.qat.run.state import STATE
 
 pytestmark = pytest.mark.faults
 

@@ -34,8 +34,9 @@ from utils.qat.core.files import sha256
 from utils.qat.core.run_folder import LOCK, run_folder, writing
 from utils.qat.core.text import literal
 from utils.qat.run.report import headline
+from utils.qat.run.resume import read_state
 from utils.qat.run.sensitivity_summary import FILE, read_summary
-from utils.qat.run.state import STATE, read_state
+from utils.qat.run.state import STATE
 from utils.qat.targets.target import load_target
 
 FORK = multiprocessing.get_context('fork')

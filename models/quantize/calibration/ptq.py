@@ -14,7 +14,6 @@ from typing import Any, TypeVar
 import torch
 import torch.nn as nn
 
-from models.quantize.activations import exchangeable
 from models.quantize.calibration.bias_correction import correct_biases, own_shifts, quantized_convs
 from models.quantize.calibration.calibrate import (
     Histogram,
@@ -36,7 +35,6 @@ from utils.qat.core.distributed import from_first
 from utils.qat.core.errors import QatError
 from utils.qat.core.log import LOGGER, unshown
 from utils.qat.data.loaders import Images, spread_images
-from utils.qat.run.sensitivity_summary import by_distortion_per_flop, read_summary, share_int8, worst
 from utils.qat.targets.target import load_target
 
 CORRECTED = ' + biases'  # follows the name of a method if the divergence was measured with corrected biases
@@ -258,29 +256,41 @@ class FloatBlocks:
         """
         target = load_target(config.target)
         twins = list(find_twins(reference, target))
+        if not config.sensitive:
+            return cls(left_out(twins, config.exclude, config.only))
+        from models.quantize.activations import exchangeable  # here, because few runs have a summary
+        from utils.qat.run.sensitivity_summary import read_summary, worst
+
         functions = exchangeable(reference, config.activation) if config.exchanges else []
-        of_model = source, twins, target, config.activation, functions
-        summary = read_summary(config.sensitive, *of_model) if config.sensitive else None
-        if summary and config.keep_float >= len(summary['units']):
+        summary = read_summary(config.sensitive, source, twins, target, config.activation, functions)
+        if config.keep_float >= len(summary['units']):
             raise QatError(
                 f'--keep-float {config.keep_float}: {config.sensitive} has {len(summary["units"])} units, and one at least '
                 'must be quantized'
             )
         blocks = cls(left_out(twins, config.exclude, config.only), summary)
-        return blocks.adding(worst(summary)[: config.keep_float]) if summary and config.keep_float else blocks
+        return blocks.adding(worst(summary)[: config.keep_float]) if config.keep_float else blocks
+
+    def by_distortion_per_flop(self) -> list[dict[str, Any]]:
+        """Sort the units of the summary in the order in which they become float: most distortion per FLOP first."""
+        return sorted(self.summary['units'], key=lambda u: -u['distortion'] / max(u['flops'], 1))
+
+    def _share_int8(self, kept: Sequence[dict[str, Any]]) -> float:
+        """Compute the share of the model's FLOPs in INT8, 0..1, if the units `kept` stay float."""
+        return sum(u['flops'] for u in self.summary['units'] if u not in kept) / self.summary['flops']
 
     def adding(self, units: Sequence[dict[str, Any]]) -> 'FloatBlocks':
         """Add `units` of the summary, and log them."""
         added = {path for unit in units for path in unit['twins']}
         if self.ranks_activations:
             LOGGER.info(
-                f'activation functions that stay: {", ".join(u["unit"] for u in units)}; {share_int8(self.summary, units):.1%} of the '
+                f'activation functions that stay: {", ".join(u["unit"] for u in units)}; {self._share_int8(units):.1%} of the '
                 'values are those of others'
             )
             return replace(self, activations=sorted({*self.activations, *added}))
         LOGGER.info(
-            f'kept in float: {", ".join(u["unit"] for u in units)}; {share_int8(self.summary, units):.1%} of the FLOPs stay INT8 '
-            f'(all: {share_int8(self.summary, []):.1%})'
+            f'kept in float: {", ".join(u["unit"] for u in units)}; {self._share_int8(units):.1%} of the FLOPs stay INT8 '
+            f'(all: {self._share_int8([]):.1%})'
         )
         return replace(self, paths=sorted({*self.paths, *added}))
 
@@ -295,7 +305,7 @@ def within_budget(
     for a loss within chance) and any result, which is returned with the blocks. Raises QatError if no number of units
     keeps the budget.
     """
-    order = by_distortion_per_flop(blocks.summary)
+    order = blocks.by_distortion_per_flop()
     lost: dict[int, float] = {}  # number of units → points lost
     kept: dict[int, tuple[FloatBlocks, T]] = {}  # the smallest number that keeps the budget → (blocks, result)
 

@@ -12,8 +12,8 @@ from typing import Any
 import torch
 import torch.nn as nn
 
+from models.quantize.blocks import is_quantized
 from models.quantize.checkpoint import CheckpointFile, save_float, save_quantized
-from models.quantize.convert import is_quantized
 from utils.qat.backends.pytorch import task_of
 from utils.qat.core.distributed import from_first, is_first, on_first
 from utils.qat.core.errors import QatError
@@ -23,7 +23,7 @@ from utils.qat.core.machine import versions
 from utils.qat.core.run_folder import DELIVERED
 from utils.qat.evaluation.score_tables import score_cells
 from utils.qat.run.report import write_report
-from utils.qat.run.state import STATE, State, read_state, write_state
+from utils.qat.run.state import STATE, State, write_state
 
 UNSCORED = 'weights/.unscored.pt'  # a model before its name is known
 
@@ -55,6 +55,8 @@ class Keeper:
         `images` has the numbers now, of 'val', 'held out' and 'train'; `data` and `device` are for messages. Raises QatError if the run
         cannot be resumed.
         """
+        from utils.qat.run.resume import read_state  # here, because few runs need it
+
         state = read_state(self.folder)  # read again, because now no other process writes it
         if images != state.images:
             raise QatError(

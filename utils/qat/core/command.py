@@ -210,6 +210,11 @@ def converted(weights: Path) -> Path:
     return weights.with_name(f'{weights.stem}-converted.pt')
 
 
+def export_command(checkpoint: Path, imgsz: Iterable[int]) -> str:
+    """Make the command that exports a quantized checkpoint."""
+    return command('export_qat.py', '--weights', checkpoint, '--include', 'onnx', '--imgsz', *typed_sides(imgsz))
+
+
 def typed_sides(imgsz: Iterable[int]) -> list[int]:
     """Return height and width as they are typed: one number if they are equal."""
     sides = list(imgsz)

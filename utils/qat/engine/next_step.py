@@ -3,7 +3,7 @@
 from collections.abc import Iterable
 from pathlib import Path
 
-from utils.qat.core.command import command, typed_sides
+from utils.qat.core.command import command, export_command
 from utils.qat.engine.api import can_build
 
 
@@ -18,4 +18,4 @@ def after_scoring(model: Path, imgsz: Iterable[int], backend: str | None = None)
         return command('benchmark_trt.py', model, *by)
     if model.suffix == '.onnx':
         return command('scripts/build_engine.py' if can_build() else 'scripts/audit_onnx.py', model)
-    return command('export_qat.py', '--weights', model, '--include', 'onnx', '--imgsz', *typed_sides(imgsz))
+    return export_command(model, imgsz)

@@ -19,7 +19,6 @@ from utils.segment.general import mask_iou, scale_image
 from utils.qat.backends.detections import Detections, Truth
 from utils.qat.core.errors import QatError
 from utils.qat.core.log import LOGGER
-from utils.qat.data.coco_file import MASK, SCORED, SIZE, read_coco
 from utils.qat.data.dataset import Data
 from utils.qat.data.image_folders import ImageFolders
 from utils.qat.data.masks import Masks, resized
@@ -70,6 +69,8 @@ def add_masks(rows: list[dict[str, Any]], masks: Masks, shape: Sequence[Any]) ->
 
 
 def _read(annotations: Path, masks: bool) -> dict[str, Any]:
+    from utils.qat.data.coco_file import MASK, SCORED, SIZE, read_coco  # here, because only COCO has such a file
+
     extra = {'image': SIZE, 'thing': {**SCORED, **MASK}} if masks else {'thing': SCORED}
     return read_coco(annotations, str(annotations), **extra)
 

@@ -12,7 +12,7 @@ from utils.qat.backends.file_model import FileModel
 from utils.qat.config.qat import EvalConfig
 from utils.qat.config.settings import Sides, closing, require_multiples
 from utils.qat.config.tables import backends_for
-from utils.qat.core.command import command, explain_out_of_memory, typed_sides
+from utils.qat.core.command import command, explain_out_of_memory, export_command, typed_sides
 from utils.qat.core.distributed import from_first, join, on_first, rank, world_size
 from utils.qat.core.errors import QatError
 from utils.qat.core.files import distinct_names, write_document, write_json
@@ -21,7 +21,6 @@ from utils.qat.core.machine import describe, machine, machine_table, select_devi
 from utils.qat.core.run_folder import run_folder
 from utils.qat.core.text import escaped, image, markdown_table
 from utils.qat.data.loaders import val_loader
-from utils.qat.engine.next_step import after_scoring
 from utils.qat.evaluation.chance import EXPLAINED, difference, in_words, plus_minus
 from utils.qat.evaluation.classes import ClassMetrics, distance
 from utils.qat.evaluation.detection_scores import Metrics, require_annotations
@@ -227,8 +226,15 @@ def score_file(
     predictions = folder / 'predictions.json' if config.save_json else None
     metrics = scored(predict, 'evaluating', annotations=data.annotations, predictions_file=predictions)
     before = scored(baseline, 'evaluating the baseline') if baseline else None
-    following = after_scoring(config.weights, config.imgsz, config.backend)
-    if not exported and predict.recipe is None:
+    if exported:
+        from utils.qat.engine.next_step import (
+            after_scoring,
+        )  # here, because a checkpoint needs nothing of the engine room
+
+        following = after_scoring(config.weights, config.imgsz, config.backend)
+    elif predict.recipe:
+        following = export_command(config.weights, config.imgsz)
+    else:
         size = typed_sides(config.imgsz)
         following = command('qat.py', 'quantize', '--weights', config.weights, '--data', config.data, '--imgsz', *size)
     on_first(write_scores)(folder, config, metrics, device, seen, following, before)

@@ -9,12 +9,11 @@ from matplotlib.ticker import MaxNLocator
 
 from utils.qat.config.qat import QuantizeConfig
 from utils.qat.config.settings import closing, typed_words
-from utils.qat.core.command import repeated
+from utils.qat.core.command import export_command, repeated
 from utils.qat.core.files import write_document, write_json, write_picture
 from utils.qat.core.machine import machine_table
 from utils.qat.core.run_folder import DELIVERED
 from utils.qat.core.text import code, escaped, image, link, markdown_table
-from utils.qat.engine.next_step import after_scoring
 from utils.qat.evaluation.chance import EXPLAINED, boxes_and_masks, in_points, in_words, points_lost, within_chance
 from utils.qat.evaluation.plots import plot_classes
 from utils.qat.evaluation.score_tables import (
@@ -218,11 +217,6 @@ def conclusions(report: dict[str, Any]) -> list[str]:
     return [*said, f'({EXPLAINED}.)'] if against or gain else said
 
 
-def export_command(folder: Path, report: dict[str, Any]) -> str:
-    """Write the command that exports the checkpoint of a finished run."""
-    return after_scoring(folder / DELIVERED, report['settings']['imgsz'])
-
-
 def calibration_text(calibration: dict[str, Any]) -> str:
     """State how the ranges were chosen, with a table of the compared divergences."""
     found, method = calibration['divergence'], calibration['method']
@@ -262,6 +256,7 @@ def write_report(folder: Path, report: dict[str, Any], pictures: bool = True) ->
     images = ', '.join(f'{n} of {name}' for name, n in report['images'].items())
     made = [c['file'] for c in (report['best'], report.get('adapted'), report['ptq'], *report['epochs']) if c]
     files = [DELIVERED, *made] if made else []
+    following = export_command(folder / DELIVERED, settings['imgsz']) if made else None
     write_document(
         folder / 'report.md',
         f'{Path(settings["weights"]).name} in INT8',
@@ -280,7 +275,7 @@ def write_report(folder: Path, report: dict[str, Any], pictures: bool = True) ->
             *(['## Machine', machine_table(report['machine'])] if 'machine' in report else []),
             '## Made by',
             code(repeated('qat.py', 'quantize', *typed_words(settings, QuantizeConfig))),
-            *closing(settings, QuantizeConfig, report['versions'], export_command(folder, report) if files else None),
+            *closing(settings, QuantizeConfig, report['versions'], following),
         ],
     )
 

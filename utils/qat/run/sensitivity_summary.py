@@ -1,6 +1,6 @@
 """The result of `qat.py sensitive`, summary-sensitive-analysis.json, from which `quantize` chooses float layers."""
 
-from collections.abc import Container, Iterable
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,7 @@ from utils.qat.core.machine import PACKAGES
 from utils.qat.core.text import escaped, image, literal, markdown_table, visible
 from utils.qat.evaluation.chance import RESAMPLES, in_points, in_words
 from utils.qat.evaluation.score_tables import is_scored, merit_title, score_cells, task_in
-from utils.qat.run.state import json_kinds
+from utils.qat.run.resume import json_kinds
 from utils.qat.targets.target import Target, load_target
 from utils.qat.untrusted.json_schema import (
     AGAINST,
@@ -176,16 +176,6 @@ def change_in(summary: dict[str, Any]) -> str:
 def worst(summary: dict[str, Any]) -> list[dict[str, Any]]:
     """Sort the units of a summary by their distortion, largest first."""
     return sorted(summary['units'], key=lambda u: -u['distortion'])
-
-
-def by_distortion_per_flop(summary: dict[str, Any]) -> list[dict[str, Any]]:
-    """Sort the units of a summary in the order in which they become float: most distortion per FLOP first."""
-    return sorted(summary['units'], key=lambda u: -u['distortion'] / max(u['flops'], 1))
-
-
-def share_int8(summary: dict[str, Any], kept: Container[dict[str, Any]]) -> float:
-    """Compute the share of the model's FLOPs in INT8, 0..1, if the units `kept` stay float."""
-    return sum(u['flops'] for u in summary['units'] if u not in kept) / summary['flops']
 
 
 def summary_table(summary: dict[str, Any], limit: int | None = None) -> str:

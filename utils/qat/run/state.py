@@ -1,69 +1,24 @@
-"""The finished work of a `quantize` run, for its report and for a resumed run.
+"""The finished work of a `quantize` run, for its report and for a resumed run (resume.py).
 
 The models of all stages are scored on the same images, and these scores choose the best one. The candidates are the epochs and, as
 epoch 0, the calibrated model. They are compared by their AP on the same resamples of the images: see chance.py.
-
-The file of the state exists from the calibration until the run is complete. It is untrusted, so it is read as data and checked
-completely before use.
 """
 
-import os
-import re
-from collections.abc import Mapping
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field
 from pathlib import Path
-from types import UnionType
 from typing import Any
 
 import numpy as np
 
-from utils.qat.config.qat import QuantizeConfig
-from utils.qat.config.settings import Settings, flag_of, kind_of, plain
 from utils.qat.core.errors import QatError
 from utils.qat.core.files import write_torch
-from utils.qat.core.machine import PACKAGES
-from utils.qat.core.run_folder import DELIVERED, writing
-from utils.qat.evaluation.chance import RESAMPLES, difference, difference_of_merit
+from utils.qat.evaluation.chance import difference, difference_of_merit
 from utils.qat.evaluation.score_tables import is_scored, merit
-from utils.qat.untrusted.json_schema import (
-    AGAINST,
-    CALIBRATION,
-    CLASS_METRICS,
-    COUNT,
-    INDEX,
-    METRICS,
-    NONE,
-    NUMBER,
-    POSITIVE,
-    SECONDS,
-    SQNR,
-    anything,
-    between,
-    misfit,
-    read_json,
-)
-from utils.qat.untrusted.plain_values import read_values
 
 FLOAT, ADAPTED, PTQ, BEST, EPOCH = 'float', 'adapted', 'PTQ', 'best', 'epoch {}'  # names of the scored models
 LAST = 3  # last epochs whose mean AP is reported: unlike the best epoch, their mean is not the maximum of many
 STATE = 'weights/resume.pt'  # in the run's folder
 FORMAT = 3  # of the file; in format 1 a part of it was in report.json, format 2 had no adaptation
-FREE = ('device', 'workers')  # options that change no result
-NAMED = re.compile(r'weights/[^/\0]*\.pt')
-# of a stage: of a detector, or of a classifier
-STAGES = METRICS, CLASS_METRICS
-
-
-def json_kinds(kind: type[Settings]) -> dict[str, Any]:
-    """Return the kind of each setting in JSON, see json_schema.misfit. The settings themselves check ranges."""
-    one = {Path: str, float: between(-1e9, 1e9), int: between(-(2**32), 2**32, (int,))}
-    kinds = {}
-    for f in fields(kind):
-        element, several = kind_of(f.type)
-        kind_in_json = one.get(element, element)
-        kind_in_json = [kind_in_json] if several else kind_in_json
-        kinds[f.name] = (NONE, kind_in_json) if isinstance(f.type, UnionType) else kind_in_json
-    return kinds
 
 
 @dataclass
@@ -140,210 +95,9 @@ class State:
         }
 
 
-def _file(value: Any) -> bool:
-    """Check the path of a checkpoint in the folder, as a kind of json_schema."""
-    return type(value) is str and NAMED.fullmatch(value) is not None and not value.startswith('weights/.')
-
-
-def _shares(value: Any) -> bool:
-    """Check values of chance.resampled_ap, as a kind of json_schema."""
-    return (
-        type(value) is np.ndarray
-        and value.dtype == np.float64
-        and value.ndim == 2
-        and bool(((value >= 0) & (value <= 1)).all())
-    )
-
-
-SCORED = tuple({**metrics, 'sqnr': SQNR, 'against_float?': AGAINST, 'file': _file} for metrics in STAGES)
-KINDS = {  # the file: see State, and json_schema.misfit for the form. Settings are checked later
-    'format': INDEX,
-    'settings': {str: anything},
-    'versions': dict.fromkeys(('python', *PACKAGES), str),
-    'device': str,
-    'machine': {str: (str, bool, NUMBER, {str: str})},
-    'classes': {str: str},
-    'images': {'val': COUNT, 'held out?': COUNT, 'train': COUNT},
-    'origin': (NONE, *STAGES),
-    'adapted': (NONE, {'loss': POSITIVE, 'file': _file}, *({'loss': POSITIVE, **scored} for scored in SCORED)),
-    'kept_activations': [str],
-    'calibration': (NONE, CALIBRATION),
-    'kept_float': [str],
-    'ptq': (NONE, {'file': _file}, *SCORED),
-    'epochs': [tuple({'epoch': COUNT, 'loss': POSITIVE, **scored} for scored in SCORED)],
-    'val': NONE,
-    'times': {str: SECONDS},
-    'changed': {str: {str: str}},
-    'resampled': {'val': {str: _shares}, 'held out?': {str: _shares}},
-    'training': (  # training_step.TrainingStep compares the tensors with its own
-        NONE,
-        {
-            'number': COUNT,
-            'loss': POSITIVE,
-            'steps': COUNT,
-            'seconds': SECONDS,
-            'state': {'tensors': dict, 'optimizer': dict},
-        },
-    ),
-}
-
-
 def write_state(folder: Path, state: State) -> None:
-    """Write the file that `read_state` reads, complete at any moment."""
+    """Write the file that `resume.read_state` reads, complete at any moment."""
     write_torch(folder / STATE, {'format': FORMAT, **vars(state)})
-
-
-def resumed(folder: str | Path, given: Mapping[str, Any]) -> QuantizeConfig:
-    """Read the settings of an interrupted run in `folder`, with `resume` set; `given` has the options beside --resume.
-
-    Raises QatError if an option contradicts the run; or if the folder has no run, or a run that is still active, is finished, or was
-    interrupted before its first model was saved.
-    """
-    folder = Path(folder)
-    if not folder.is_dir():
-        raise _no_run(folder, 'not there')
-    with writing(folder, '--resume'):  # first check whether the run is still active
-        config = _config(folder, read_state(folder).settings)
-    contradictions = [
-        f'{flag_of(k, v)} contradicts the run, whose {k} is {getattr(config, k)}'
-        for k, v in given.items()
-        if k not in FREE and plain(v) != plain(getattr(config, k))
-    ]
-    if contradictions:
-        raise QatError(
-            f'--resume {folder}: {"; ".join(contradictions)}; besides it only --device and --workers may be given'
-        )
-    for path in filter(None, (config.weights, config.data, config.hyp)):
-        if not path.exists():
-            raise QatError(
-                f'--resume {folder}: the run was started with {path}, which is not there; put it back, or run this '
-                'command in the folder where the run was started'
-            )
-    return replace(config, resume=folder, **{k: v for k, v in given.items() if k in FREE})
-
-
-def read_state(folder: Path) -> State:
-    """Read and check the state of an interrupted run. Raises QatError if there is none, or it is not what a run writes."""
-    file = folder / STATE
-    if not os.path.lexists(file):
-        raise _not_interrupted(folder)
-    _require_no_link(folder, STATE)
-    content = read_values(file, '--resume')
-    if type(content) is dict and content.get('format') != FORMAT:
-        raise _another_version(folder)
-    wrong = misfit(content, KINDS)
-    if wrong:
-        raise unfit_state(folder, wrong)
-    kinds = json_kinds(QuantizeConfig)
-    del kinds['resume']
-    if content['settings'].keys() != kinds.keys():
-        differ = ', '.join(sorted(content['settings'].keys() ^ kinds.keys()))
-        raise _another_version(folder, f' (settings that differ: {ascii(differ)[1:200]})')
-    wrong = misfit(content['settings'], kinds, 'settings') or _contradiction(content) or _unlike_resamples(content)
-    if wrong:
-        raise unfit_state(folder, wrong)
-    del content['format']
-    state = State(**content)
-    for file in (
-        DELIVERED,
-        state.best_file,
-        *(stage['file'] for stage in (state.adapted, state.ptq, *state.epochs) if stage),
-    ):
-        _require_no_link(folder, file)
-    return state
-
-
-def _contradiction(content: dict[str, Any]) -> str | None:
-    """Find a place in a valid state that contradicts another place; None if there is none."""
-    settings, images, epochs, training = (content[key] for key in ('settings', 'images', 'epochs', 'training'))
-    stages = [*([content['ptq']] if is_scored(content['ptq']) else []), *epochs]
-    return next(
-        (
-            place
-            for place, wrong in (
-                ('settings.dry_run', settings['dry_run']),
-                ('settings.epochs', content['ptq'] and not settings['epochs']),
-                ('ptq', not content['ptq'] and (settings['activation'] == 'keep' or epochs)),
-                ('calibration', (content['calibration'] is None) != (content['ptq'] is None)),
-                ('adapted', content['adapted'] and settings['activation'] == 'keep'),
-                ('epochs', [e['epoch'] for e in epochs] != [*range(1, len(epochs) + 1)]),
-                ('epochs', len({('mask' in stage, 'top1' in stage) for stage in stages}) > 1),
-                ('training', training is None and epochs),
-                ('training.number', content['ptq'] and training and training['number'] != len(epochs) + 1),
-                (
-                    'training.number',
-                    training and training['number'] > settings['epochs' if content['ptq'] else 'activation_epochs'],
-                ),
-                ('images', ('held out' in images) != (settings['val_split'] > 0)),
-                ('resampled', content['resampled'].keys() != images.keys() - {'train'}),
-            )
-            if wrong
-        ),
-        None,
-    )
-
-
-def _unlike_resamples(content: dict[str, Any]) -> str | None:
-    """Find a scored model without its resampled AP, or values of another shape; None if there is none."""
-    images = 'held out' if 'held out' in content['images'] else 'val'
-    scored = {FLOAT: content['origin'], ADAPTED: content['adapted'], PTQ: content['ptq']}
-    scored |= {EPOCH.format(e['epoch']): e for e in content['epochs']}
-    needed = {name: metrics for name, metrics in scored.items() if is_scored(metrics)}
-    shape = 1 + RESAMPLES * (content['images'][images] > 1), 1 + any('mask' in m for m in needed.values())
-    given = content['resampled'][images]
-    if not needed.keys() <= given.keys() or any(values.shape != shape for values in given.values()):
-        return f'resampled.{images}'
-    return None
-
-
-def _config(folder: Path, settings: dict[str, Any]) -> QuantizeConfig:
-    """Make the QuantizeConfig of a state, with the same checks as for typed options."""
-    paths = {f.name for f in fields(QuantizeConfig) if kind_of(f.type)[0] is Path}
-    values: dict[str, Any] = {k: Path(v) if v is not None and k in paths else v for k, v in settings.items()}
-    try:
-        return QuantizeConfig(**values)
-    except QatError as e:
-        raise QatError(f'--resume {folder}: settings in {STATE}: {e}') from e
-
-
-def _not_interrupted(folder: Path) -> QatError:
-    """Make the error for a folder without a state, by its report."""
-    kind = {'settings': {'epochs': INDEX, str: anything}, 'ptq': anything, 'epochs': [anything], str: anything}
-    try:
-        report = read_json(folder / 'report.json', kind)
-    except OSError:
-        return _no_run(folder, 'not there')
-    except ValueError:
-        return _no_run(folder, 'not of a run')
-    if not report['ptq']:
-        return QatError(
-            f'--resume {folder}: interrupted before the calibrated model was saved, so there is nothing to go on from; '
-            'start it again without --resume'
-        )
-    if len(report['epochs']) == report['settings']['epochs']:
-        return QatError(
-            f'--resume {folder}: this run is finished, see {folder / "report.md"}; for more epochs start a new one'
-        )
-    return _another_version(folder, f', or {STATE} is gone')
-
-
-def _no_run(folder: Path, why: str) -> QatError:
-    """Make the error for a folder without a report of a run."""
-    return QatError(
-        f'--resume {folder}: no report of a run there ({folder / "report.json"}: {why}); give the folder that '
-        '`qat.py quantize` named, such as runs/qat/exp'
-    )
-
-
-def _another_version(folder: Path, how: str = '') -> QatError:
-    return QatError(f'--resume {folder}: started by another version of this toolkit{how}; start the run again')
-
-
-def _require_no_link(folder: Path, file: str) -> None:
-    if (folder / file).is_symlink():
-        raise QatError(
-            f'--resume {folder}: {file} is a link, and a run reads and writes only its own files; put the file itself there'
-        )
 
 
 def unfit_state(folder: Path, wrong: str) -> QatError:

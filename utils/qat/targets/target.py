@@ -10,11 +10,8 @@ from dataclasses import dataclass, field
 from importlib import import_module
 from typing import Any, Literal
 
-import onnx
-
 from utils.qat.config.tables import BACKENDS, DEFAULT_TARGET, TARGETS
 from utils.qat.core.errors import QatError
-from utils.qat.graph.onnx_graph import metadata_value
 
 
 @dataclass(frozen=True)
@@ -91,8 +88,3 @@ def load_target(name: Any) -> Target:
 def target_of_recipe(recipe: Mapping[str, Any] | None) -> Target:
     """Return the target of a checkpoint by the settings of its quantization (None for a float model); see `load_target`."""
     return load_target((recipe or {}).get('target', DEFAULT_TARGET))
-
-
-def target_of(model: onnx.ModelProto) -> Target:
-    """Return the target that the metadata of a graph names; see `load_target`."""
-    return load_target(metadata_value(model, 'target', DEFAULT_TARGET))

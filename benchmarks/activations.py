@@ -30,7 +30,7 @@ import torch
 from models.deploy.formats.onnx import export_onnx
 from models.quantize import checkpoint
 from models.quantize.activations import chosen_activations, exchanged, finished
-from models.quantize.calibration.calibrate import calibrate
+from models.quantize.calibration.calibrate import fit_ranges
 from models.quantize.calibration.ptq import prepare
 from openvino_nncf import CPU, quantized_by_nncf, time_in_turns
 from utils.qat.backends.onnxruntime import OnnxRuntime
@@ -74,7 +74,7 @@ def sessions_of(
     export_onnx(model, folder / 'float.onnx', config.imgsz, target=target)
     quantized = deepcopy(model)
     prepare(quantized, config)
-    calibrate(quantized, images, config)
+    fit_ranges(quantized, images, config)
     export_onnx(quantized, folder / 'int8.onnx', config.imgsz, target=target)
     if config.target == 'onnxruntime':
         files = {'FP32': folder / 'float.onnx', 'INT8': folder / 'int8.onnx'}

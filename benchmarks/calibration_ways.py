@@ -24,7 +24,7 @@ import utils.qat  # noqa: F401  before torch: it makes waiting threads sleep
 import torch
 
 from models.quantize import checkpoint
-from models.quantize.calibration.bias_correction import correct_biases, own_shifts, quantized_convs
+from models.quantize.calibration.bias_correction import convs_with_bias, correct_biases, own_shifts
 from models.quantize.calibration.calibrate import calibrate_weights, collect_histograms, set_ranges
 from models.quantize.calibration.divergence import typical_divergence
 from models.quantize.calibration.ptq import COMPARED, CORRECTED, every_third, prepare, ranges_by
@@ -88,7 +88,7 @@ def ways(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
     histograms = collect_histograms(model, images)
     fitted, _ = every_third(list(spread_images(images, COMPARED, config)))
     calibrate_weights(model)
-    biases = {path: m.bias.detach().clone() for path, m in quantized_convs(model)}
+    biases = {path: m.bias.detach().clone() for path, m in convs_with_bias(model)}
     for method in args.methods:
         correct_biases(model, biases, {})
         set_ranges(model, ranges_by(method, model, histograms, fitted, config), histograms)

@@ -26,7 +26,7 @@ import utils.qat  # noqa: F401  before torch: it makes waiting threads sleep
 import torch
 
 from models.quantize import checkpoint
-from models.quantize.calibration.calibrate import calibrate
+from models.quantize.calibration.calibrate import fit_ranges
 from models.quantize.convert import quantize_model
 from models.quantize.finetuning.loop import supervised_layers
 from models.quantize.finetuning.training_step import DTYPES, GraphedStep, TrainingStep, head_emits_raw_maps
@@ -96,7 +96,7 @@ def prepare(
     quantized = deepcopy(teacher)
     quantize_model(quantized)
     tie_scales(quantized)
-    calibrate(quantized, [images], QuantizeConfig(weights=args.weights, data=Path(), calib_method='mse'))
+    fit_ranges(quantized, [images], QuantizeConfig(weights=args.weights, data=Path(), calib_method='mse'))
     return images, teacher, quantized, supervised_layers(quantized, 1)
 
 

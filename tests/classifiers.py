@@ -9,7 +9,7 @@ from models.yolo import ClassificationModel
 from utils.dataloaders import ClassificationDataset
 
 from models.quantize import checkpoint
-from models.quantize.calibration.calibrate import calibrate
+from models.quantize.calibration.calibrate import fit_ranges
 from models.quantize.calibration.ptq import prepare
 
 CLASSES = 7
@@ -61,7 +61,7 @@ def images(batch=2, seed=0):
 def quantized(model, **changes):
     config = zoo.settings(imgsz=SIZE, **changes)
     prepare(model, config)
-    calibrate(model, [images(4)], config)
+    fit_ranges(model, [images(4)], config)
     return model
 
 

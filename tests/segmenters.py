@@ -5,7 +5,7 @@ import torch
 from zoo import build, fuse, settings
 
 from models.deploy.agreement import made_images
-from models.quantize.calibration.calibrate import calibrate
+from models.quantize.calibration.calibrate import fit_ranges
 from models.quantize.convert import quantize_model
 from models.quantize.scales import tie_scales
 
@@ -33,7 +33,7 @@ def segmenter(head='Segment', quantized=False):
     if quantized:
         quantize_model(model)
         tie_scales(model)
-        calibrate(model, [made_images(4, (96, 96))], settings(calib_method='max'))
+        fit_ranges(model, [made_images(4, (96, 96))], settings(calib_method='max'))
     return model
 
 

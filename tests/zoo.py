@@ -24,7 +24,7 @@ from utils.loss_tal_dual import ComputeLoss
 from models.deploy.formats.format import Export, load_format
 from models.quantize import checkpoint
 from models.quantize.blocks import is_quantized
-from models.quantize.calibration.calibrate import calibrate
+from models.quantize.calibration.calibrate import fit_ranges
 from models.quantize.convert import quantize_model
 from models.quantize.reparameterize import reparameterize
 from models.quantize.scales import tie_scales
@@ -241,7 +241,7 @@ def calibrated_demo(demo):
     model, options, data = demo.float_model(), settings(), load_data(demo.data)
     quantize_model(model)
     tie_scales(model)
-    calibrate(model, calibration_images(data, options, 32, torch.device('cpu')), options)
+    fit_ranges(model, calibration_images(data, options, 32, torch.device('cpu')), options)
     checkpoint.save_quantized(demo.quantized, model, {'imgsz': list(options.imgsz)}, sha256(demo.single))
     val_loader(data, EvalConfig(demo.single, demo.data, imgsz=128, workers=0), 32)
     return demo

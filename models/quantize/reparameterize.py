@@ -99,14 +99,14 @@ def _in_one_line(source: str) -> Iterator[None]:
         ) from e
 
 
-def shapes_of(layers: nn.Module) -> dict[str, tuple[int, ...]]:
+def tensor_shapes(layers: nn.Module) -> dict[str, tuple[int, ...]]:
     """Return the shapes of a network's parameters and buffers by their names in its state dict."""
     return {f'model.{name}': tuple(tensor.shape) for name, tensor in layers.state_dict().items()}
 
 
 def parameter_shapes(content: Any, source: str) -> dict[str, tuple[int, ...]]:
-    """Compute `shapes_of` the network of a YAML. Raises QatError as `network_layers` does."""
-    return shapes_of(network_layers(content, source)[0])
+    """Compute `tensor_shapes` the network of a YAML. Raises QatError as `network_layers` does."""
+    return tensor_shapes(network_layers(content, source)[0])
 
 
 @torch.no_grad()
@@ -222,12 +222,12 @@ def reparameterize(model: nn.Module) -> Reparameterized:
         raise QatError(f'{source}: {OTHER}')
     for ours, theirs in zip(layers, described):
         ours.i, ours.f = theirs.i, theirs.f
-    wanted = shapes_of(described)
+    wanted = tensor_shapes(described)
     for name, part in parts.items():
         setattr(new_head, name, part)
     new_head.stride, new_head.inplace = old_head.stride.clone(), old_head.inplace
     found = nn.Sequential(*layers, new_head)
-    shapes = shapes_of(found)
+    shapes = tensor_shapes(found)
     wrong = sorted(set(wanted) ^ set(shapes)) or [k for k in wanted if wanted[k] != shapes[k]]
     if wrong:
         raise QatError(

@@ -9,7 +9,7 @@ import pytest
 from zoo import command as run
 
 from models.deploy.formats.onnx import export_onnx
-from utils.qat.benchmark.baseline import SIMULATED, baseline_of, conclusions
+from utils.qat.benchmark.baseline import SIMULATED, baseline_of, speed_conclusions
 from utils.qat.benchmark.tables import precision_table
 from utils.qat.config.deploy import BenchmarkConfig, image_sizes
 from utils.qat.core.errors import QatError
@@ -119,7 +119,7 @@ def row(given, backend='ONNX Runtime', precision='fp32', batch=1, size=(64, 64))
 
 
 def result(backend, precision, batch, ms, size=(64, 64), types=None):
-    """A plain result of so many ms per query, as far as tables and conclusions read it."""
+    """A plain result of so many ms per query, as far as tables and speed_conclusions read it."""
     return {
         **row(f'{precision}.onnx', backend, precision, batch, size),
         'model': f'{precision}.onnx',
@@ -145,7 +145,7 @@ def test_int8_is_compared_with_the_fastest_float_precision():
         result('ONNX Runtime', 'fp32', 1, 50.0),
         result('ONNX Runtime', 'int8', 1, 20.0, types=SIMULATED),
     ]
-    assert conclusions(results) == [
+    assert speed_conclusions(results) == [
         'In OpenVINO, INT8 against the fastest float precision: 1.00 times as fast as BF16 at batch 1 (not faster), 2.00 times as fast as '
         'BF16 at batch 4.',
         f'Least latency 20 ms at batch 1: int8.onnx in ONNX Runtime, {SIMULATED}. Most images/s 50.0 at batch 4: int8.onnx in OpenVINO, INT8.',
@@ -160,7 +160,7 @@ def test_int8_is_compared_with_the_fastest_float_precision():
         ['64 px', 'OpenVINO', '4', '-', '160', '80', '2.00', '-', '25.0', '50.0', '2.00'],
         ['64 px', 'ONNX Runtime', '1', '50', '-', '-', '-', '20.0', '-', '-', '-'],
     ]
-    assert precision_table(results[:1]) == '' and len(conclusions(results[:1])) == 1
+    assert precision_table(results[:1]) == '' and len(speed_conclusions(results[:1])) == 1
 
 
 FLOAT, INT8 = row('a/f.onnx'), row('a/q.onnx', precision='int8')

@@ -17,7 +17,7 @@ from zoo import command, image, python, settings
 
 from models.deploy.formats.onnx import export_onnx
 from models.quantize.blocks import QuantConv2d
-from models.quantize.calibration.calibrate import calibrate
+from models.quantize.calibration.calibrate import fit_ranges
 from models.quantize.convert import quantize_model
 from utils.qat.graph import audit
 from utils.qat.graph.audit_rules import DFL, FINDINGS, HEAD
@@ -326,7 +326,7 @@ IMGSZ = (96, 96)
 def free_scales(small):
     model = small.float_model()
     quantize_model(model)
-    calibrate(model, [image(batch=4)], settings())
+    fit_ranges(model, [image(batch=4)], settings())
     return model
 
 

@@ -20,7 +20,7 @@ from models.deploy.agreement import made_images, output_differences, traceable_c
 from models.deploy.decomposed import on_integers
 from models.deploy.formats.onnx import input_metadata
 from models.quantize.blocks import QuantConv2d
-from models.quantize.calibration.calibrate import calibrate
+from models.quantize.calibration.calibrate import fit_ranges
 from models.quantize.convert import quantize_model
 from models.quantize.scales import tie_scales
 from utils.qat.backends.file_model import open_file
@@ -67,7 +67,7 @@ def test_integers_have_the_values_of_the_fake_quantizers(small, target):
     quantize_model(model, target=load_target(target))
     tie_scales(model)
     images = made_images(2, (SIDE, SIDE))
-    calibrate(model, [images], settings())
+    fit_ranges(model, [images], settings())
     model = traceable_copy(model)
     for unsigned in (False, True):
         integers = on_integers(model, unsigned)

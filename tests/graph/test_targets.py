@@ -14,7 +14,7 @@ from zoo import DUAL, SEGMENT, SINGLE, SMALL, build, command, full, fuse, image,
 from models.deploy.agreement import made_images
 from models.deploy.formats.onnx import export_onnx
 from models.quantize.blocks import ACTIVATIONS
-from models.quantize.calibration.calibrate import calibrate
+from models.quantize.calibration.calibrate import fit_ranges
 from models.quantize.convert import find_twins, quantize_model
 from models.quantize.quantizers import named_quantizers
 from models.quantize.reparameterize import reparameterize
@@ -54,7 +54,7 @@ def prepared(name, target=TENSORRT, tie=True, **changes):
     done = quantize_model(fuse(model), target=target)
     if tie:
         tie_scales(model)
-    calibrate(model, [image(batch=2)], settings())
+    fit_ranges(model, [image(batch=2)], settings())
     return done, model
 
 
@@ -163,7 +163,7 @@ def test_a_block_in_float_by_choice_behind_a_sum_is_no_fault_of_the_sum(tmp_path
     assert kept
     quantize_model(model, keep_float=kept, target=target)
     tie_scales(model)
-    calibrate(model, [image()], settings())
+    fit_ranges(model, [image()], settings())
     export_onnx(model, tmp_path / 'model.onnx', (64, 64), simplify=True, target=target, kept_float=kept)
     assert audit(onnx.load(tmp_path / 'model.onnx'), rules_of(target.name)).findings == []
 
@@ -291,5 +291,5 @@ def test_values_far_below_zero_widen_no_range():
     quantize_model(fuse(model), target=ORT)
     first = model.model[0]
     first.conv.bias.data[0] = -1000.0
-    calibrate(model, [image(batch=2)], settings(calib_method='max'))
+    fit_ranges(model, [image(batch=2)], settings(calib_method='max'))
     assert first.act.input_quantizer._amax < 100

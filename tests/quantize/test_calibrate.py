@@ -8,7 +8,7 @@ from pytorch_quantization.calib import HistogramCalibrator, MaxCalibrator
 from torch.utils._python_dispatch import TorchDispatchMode
 from zoo import image, same, settings, state
 
-from models.quantize.calibration.calibrate import BINS, MIN_EXPONENT, SEARCH, Histogram, bin_width, calibrate
+from models.quantize.calibration.calibrate import BINS, MIN_EXPONENT, SEARCH, Histogram, bin_width, fit_ranges
 from models.quantize.convert import quantize_model
 from models.quantize.quantizers import MIN_AMAX, named_quantizers, quantizers_off
 from utils.qat.config.qat import CALIB_METHODS
@@ -243,7 +243,7 @@ def test_every_search_is_an_option():
 @pytest.mark.parametrize('method', sampled(SEARCHED, 3))
 def test_every_quantizer_is_ready(model, method):
     before = state(model)
-    calibrate(model, BATCHES, settings(calib_method=method))
+    fit_ranges(model, BATCHES, settings(calib_method=method))
     assert_ready(model)
     after = state(model)
     assert same({k: after[k] for k in before}, before), 'calibration changes no weight'
@@ -256,7 +256,7 @@ def test_every_quantizer_is_ready(model, method):
 
 def test_it_is_the_float_model_that_is_measured(model):
     """A scale that is set does not change the input of later quantizers: they see float values."""
-    calibrate(model, BATCHES, settings(calib_method='max'))
+    fit_ranges(model, BATCHES, settings(calib_method='max'))
     largest = {}
 
     def note(name):
@@ -286,27 +286,27 @@ def _flat(module, x):
 
 
 def test_same_images_same_scales(model):
-    calibrate(model, BATCHES, settings())
+    fit_ranges(model, BATCHES, settings())
     first = amaxes(model)
-    calibrate(model, BATCHES[::-1], settings())
+    fit_ranges(model, BATCHES[::-1], settings())
     assert same(amaxes(model), first)
 
 
 def test_other_images_other_scales(model, small):
     """A second calibration forgets the first."""
-    calibrate(model, [10 * b for b in BATCHES], settings())
-    calibrate(model, BATCHES, settings())
+    fit_ranges(model, [10 * b for b in BATCHES], settings())
+    fit_ranges(model, BATCHES, settings())
     fresh = small.float_model()
     quantize_model(fresh)
-    calibrate(fresh, BATCHES, settings())
+    fit_ranges(fresh, BATCHES, settings())
     assert same(amaxes(model), amaxes(fresh))
 
 
 def test_ranges_too_small_are_raised_and_named(model):
-    assert calibrate(model, BATCHES, settings()) == {}
+    assert fit_ranges(model, BATCHES, settings()) == {}
     conv = model.model[0].conv
     conv.weight.data[2:5] = 0
-    assert calibrate(model, BATCHES, settings()) == {'model.0.conv.weight_quantizer': 3}
+    assert fit_ranges(model, BATCHES, settings()) == {'model.0.conv.weight_quantizer': 3}
     assert (conv.weight_quantizer._amax == MIN_AMAX).tolist()[:6] == [False, False, True, True, True, False]
 
 
@@ -322,10 +322,10 @@ def test_ranges_too_small_are_raised_and_named(model):
 )
 def test_what_cannot_be_calibrated_is_named_and_can_be_tried_again(model, batches, message):
     with pytest.raises(QatError, match=message):
-        calibrate(model, batches, settings())
+        fit_ranges(model, batches, settings())
     for _, q in named_quantizers(model):
         assert (q._disabled, q._if_quant, q._if_calib, q._calibrator) == (False, True, False, None)
-    calibrate(model, BATCHES, settings())
+    fit_ranges(model, BATCHES, settings())
     assert_ready(model)
 
 
@@ -337,4 +337,4 @@ def test_a_dead_layer_is_named(model):
         block.cv1.conv.weight.zero_()
         block.cv1.conv.bias.zero_()
     with pytest.raises(QatError, match=f'{name}.conv.input_quantizer'.replace('.', r'\.')):
-        calibrate(model, BATCHES, settings())
+        fit_ranges(model, BATCHES, settings())

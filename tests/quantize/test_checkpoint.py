@@ -26,7 +26,7 @@ from zoo import (
 
 from models.quantize import blocks
 from models.quantize.blocks import is_quantized
-from models.quantize.calibration.calibrate import calibrate
+from models.quantize.calibration.calibrate import fit_ranges
 from models.quantize.checkpoint import CheckpointFile, save_quantized
 from models.quantize.convert import quantize_model
 from models.quantize.quantizers import Quantizer, SiLUQuantizer
@@ -94,7 +94,7 @@ def test_so_it_is_with_the_other_heads(name, tmp_path):
         model = reparameterize(model).model
     quantize_model(fuse(model))
     groups = tie_scales(model)
-    calibrate(model, [image(batch=2)], settings())
+    fit_ranges(model, [image(batch=2)], settings())
     save_quantized(tmp_path / 'model.pt', model, {}, '0' * 64)
     assert type(model.model[-1]).__name__ == 'DSegment' and any('proto' in path for group in groups for path in group)
     assert same(in_a_fresh_process(tmp_path / 'model.pt', image(), tmp_path), output(model, image()))
@@ -117,7 +117,7 @@ def test_class_paths_are_a_file_format(demo):
 def test_a_model_for_onnxruntime_is_read_again(tmp_path, activation):
     model = reparameterize(build('demo', **SMALL, activation=activation)).model
     quantize_model(fuse(model), target=load_target('onnxruntime'))
-    calibrate(model, [image(batch=2)], settings())
+    fit_ranges(model, [image(batch=2)], settings())
     path = tmp_path / 'model.pt'
     save_quantized(path, model, {'target': 'onnxruntime'}, '0' * 64)
     again, _ = load_quantized(path)

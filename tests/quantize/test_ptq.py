@@ -11,10 +11,10 @@ from models.quantize import head_outputs
 from models.quantize.blocks import QuantConv2d
 from models.quantize.calibration import ptq
 from models.quantize.calibration.bias_correction import (
+    convs_with_bias,
     correct_biases,
     mean_window,
     own_errors,
-    quantized_convs,
     shrunk_mean,
 )
 from models.quantize.calibration.calibrate import collect_histograms
@@ -98,7 +98,7 @@ def test_the_errors_of_corrected_convolutions_have_no_mean(small):
 
 def test_a_float_model_needs_no_correction(small):
     model, means = small.quantized_model(), {}
-    for path, conv in quantized_convs(model):
+    for path, conv in convs_with_bias(model):
         conv.register_forward_hook(lambda conv, inputs, y, path=path: means.update({path: y.mean((2, 3)).abs().max()}))
     with quantizers_off(model):
         errors = own_errors(model, BATCHES[:1])

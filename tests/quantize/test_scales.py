@@ -7,7 +7,7 @@ import pytest
 from zoo import build, fuse, image, output, same, settings
 
 from models.deploy.formats.onnx import export_onnx
-from models.quantize.calibration.calibrate import calibrate
+from models.quantize.calibration.calibrate import fit_ranges
 from models.quantize.checkpoint import CheckpointFile, save_quantized
 from models.quantize.convert import quantize_model
 from models.quantize.quantizers import named_quantizers
@@ -61,7 +61,7 @@ def tied(demo):
     model = demo.float_model()
     quantize_model(model)
     tie_scales(model)
-    calibrate(model, [image(batch=4)], settings())
+    fit_ranges(model, [image(batch=4)], settings())
     return model
 
 

@@ -13,7 +13,7 @@ from models.quantize import checkpoint
 from models.quantize.analysis.partly_float import ALONE, FLOAT, INT8, TwinForms, measure_units
 from models.quantize.analysis.sensitivity import DivergenceEstimate, unit_costs
 from models.quantize.blocks import Twin
-from models.quantize.calibration.calibrate import calibrate
+from models.quantize.calibration.calibrate import fit_ranges
 from models.quantize.calibration.divergence import divergence_sums
 from models.quantize.calibration.ptq import FloatBlocks, within_budget
 from models.quantize.convert import CHOSEN, find_twins, quantize_model
@@ -179,7 +179,7 @@ def partly(small):
     kept = left_out(list(find_twins(model)), KEPT)
     done = quantize_model(model, keep_float=kept)
     tie_scales(model)
-    calibrate(model, [image(96, 2, seed) for seed in range(2)], settings())
+    fit_ranges(model, [image(96, 2, seed) for seed in range(2)], settings())
     return model, kept, done
 
 

@@ -21,7 +21,7 @@ from models.quantize.activations import (
     exchanges,
     finished,
 )
-from models.quantize.calibration.calibrate import calibrate
+from models.quantize.calibration.calibrate import fit_ranges
 from models.quantize.calibration.divergence import divergence_sums
 from models.quantize.convert import quantize_model
 from models.quantize.finetuning.adapt import adapt
@@ -125,7 +125,7 @@ def test_every_target_quantizes_them(small, tmp_path, activation, name):
     model = exchanged_model(small, activation)
     quantize_model(model, target=target)
     tie_scales(model)
-    calibrate(model, IMAGES, options)
+    fit_ranges(model, IMAGES, options)
     checkpoint.save_quantized(tmp_path / 'q.pt', model, {'target': name, 'imgsz': [64, 64]}, '0' * 64)
     again, quant = load_any(tmp_path / 'q.pt')
     assert quant and same(output(again, IMAGES[0]), output(model, IMAGES[0]))

@@ -18,7 +18,7 @@ from models.quantize.network import removed_after
 from models.quantize.quantizers import RoundedOnce
 
 
-def quantized_convs(model: nn.Module) -> list[tuple[str, QuantConv2d]]:
+def convs_with_bias(model: nn.Module) -> list[tuple[str, QuantConv2d]]:
     """List the quantized convolutions that have a bias, with their paths."""
     return [(path, m) for path, m in model.named_modules() if isinstance(m, QuantConv2d) and m.bias is not None]
 
@@ -50,7 +50,7 @@ def own_errors(model: nn.Module, batches: Iterable[torch.Tensor]) -> dict[str, t
     `batches` are images, FP32 [B, 3, H, W] in 0..1 on the model's device. Returns path of a convolution → shift of the
     mean over the places of an image, FP32 [images, C].
     """
-    convs = quantized_convs(model)
+    convs = convs_with_bias(model)
     errors: dict[str, list[torch.Tensor]] = {path: [] for path, _ in convs}
 
     def note(path: str) -> Callable[..., None]:

@@ -264,7 +264,7 @@ def raised_ranges(model: nn.Module) -> dict[str, int]:
     return {name: channels for name, channels in raised.items() if channels}
 
 
-def calibrate(model: nn.Module, batches: Iterable[torch.Tensor], config: CalibrationConfig) -> dict[str, int]:
+def fit_ranges(model: nn.Module, batches: Iterable[torch.Tensor], config: CalibrationConfig) -> dict[str, int]:
     """Set the amax of every quantizer by config.calib_method, a key of SEARCH; returns `raised_ranges`.
 
     `batches` are as in `collect`. Raises QatError, see `require_values`.

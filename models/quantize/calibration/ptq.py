@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 import torch
 import torch.nn as nn
 
-from models.quantize.calibration.bias_correction import correct_biases, own_shifts, quantized_convs
+from models.quantize.calibration.bias_correction import convs_with_bias, correct_biases, own_shifts
 from models.quantize.calibration.calibrate import (
     Histogram,
     calibrate_weights,
@@ -136,7 +136,7 @@ def choose_calibration(
     calibrate_weights(model)
 
     methods = [config.calib_method] if not auto else CANDIDATES if known else CANDIDATES[:1]
-    biases = {path: m.bias.detach().clone() for path, m in quantized_convs(model)}
+    biases = {path: m.bias.detach().clone() for path, m in convs_with_bias(model)}
     tried: dict[str, tuple[str, Tensors, Tensors]] = {}  # name → (method, ranges, shifts)
 
     def set_calibration(name: str) -> None:

@@ -18,7 +18,7 @@ from torch import nn
 
 import models
 from models import yolo
-from models.quantize.reparameterize import Weightless, network_layers, shapes_of
+from models.quantize.reparameterize import Weightless, network_layers, tensor_shapes
 from utils.qat.core.errors import QatError
 from utils.qat.untrusted.torch_archive import Archive
 from utils.qat.untrusted.yaml_file import read_yaml
@@ -103,7 +103,7 @@ class Origin(ABC):
             layers, _ = network_layers(content, str(file))
             with Weightless():
                 self.fit_head(layers[-1], _tensors_of(layers[-1], weights.tensors))
-            if shapes_of(layers) == shapes:
+            if tensor_shapes(layers) == shapes:
                 return content
         called = f'its network{weights.called and f", {weights.called},"}'
         if not files:

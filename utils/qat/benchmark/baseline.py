@@ -106,7 +106,7 @@ def int8_gains(results: Sequence[dict[str, Any]]) -> Iterator[Gain]:
             yield Gain(backend, image, batch, floats[0]['precision'].upper(), times)
 
 
-def conclusions(results: Sequence[dict[str, Any]]) -> list[str]:
+def speed_conclusions(results: Sequence[dict[str, Any]]) -> list[str]:
     """Sum up plain Results with short names in a sentence for each backend with INT8, and one about the fastest files."""
     said = []
     for (backend, image), gains in groupby(int8_gains(results), lambda gain: (gain.backend, gain.image)):

@@ -13,7 +13,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
-from utils.qat.benchmark.baseline import SIMULATED, conclusions, with_changes
+from utils.qat.benchmark.baseline import SIMULATED, speed_conclusions, with_changes
 from utils.qat.benchmark.tables import (
     csv_text,
     markdown_tables,
@@ -213,7 +213,7 @@ def markdown(report: dict[str, Any]) -> str:
         '# Benchmark',
         f'{settings["duration"]:g} s each, after {settings["warmup"]:g} ms to warm up, the files of one batch and image size in turns. Times are medians in ms. What the figures mean and '
         'which can be compared: docs/benchmark.md of yolov9-qat.',
-        '\n'.join(map(escaped, conclusions(results))),
+        '\n'.join(map(escaped, speed_conclusions(results))),
         *markdown_tables(results),
         *(['## By precision', by_precision] if (by_precision := precision_table(results)) else []),
         *([escaped(f'Disturbed: {disturbed}.')] if disturbed else []),
@@ -252,4 +252,4 @@ def write_benchmark(folder: Path, report: dict[str, Any]) -> list[str]:
         plot_usage(folder / 'usage.png', short)
     write_text(folder / 'benchmark.md', markdown(short))
     simulated = [r for r in short['results'] if r['types'] == SIMULATED]
-    return [short_table(short['results']), '\n'.join([*notes(simulated), *conclusions(short['results'])])]
+    return [short_table(short['results']), '\n'.join([*notes(simulated), *speed_conclusions(short['results'])])]

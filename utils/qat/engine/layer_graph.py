@@ -18,7 +18,7 @@ from utils.qat.core.command import run_apart
 from utils.qat.core.errors import QatError
 from utils.qat.core.files import atomic
 from utils.qat.core.text import visible
-from utils.qat.engine.layer_rules import Finding, is_qdq, is_reformat
+from utils.qat.engine.layer_rules import LayerFinding, is_qdq, is_reformat
 from utils.qat.engine.layer_tables import shape_text, short_name
 from utils.qat.engine.layers import Engine, Layer, Tensor
 
@@ -44,7 +44,7 @@ def _line(what: object, **values: object) -> str:
     )
 
 
-def _label(engine: Engine, layer: Layer, found: Sequence[Finding]) -> str:
+def _label(engine: Engine, layer: Layer, found: Sequence[LayerFinding]) -> str:
     """Write the text of a box: kind and time, module, types and shapes, findings, a line for each."""
     share = engine.share([layer])
     time = '' if layer.ms is None else f'   {layer.ms:.4f} ms' + ('' if share is None else f'   {share:.1%}')
@@ -66,7 +66,7 @@ def _label(engine: Engine, layer: Layer, found: Sequence[Finding]) -> str:
     )
 
 
-def _node(engine: Engine, i: int, found: Sequence[Finding]) -> str:
+def _node(engine: Engine, i: int, found: Sequence[LayerFinding]) -> str:
     layer = engine.layers[i]
     copies = is_reformat(layer) or is_qdq(layer)
     share = engine.share([layer]) or 0
@@ -99,7 +99,7 @@ def _edge(engine: Engine, writer: int | None, reader: int | None, tensor: Tensor
     )
 
 
-def dot(engine: Engine, findings: Sequence[Finding], title: str) -> str:
+def dot(engine: Engine, findings: Sequence[LayerFinding], title: str) -> str:
     """Write an engine and the findings in it (layer_rules.py) as DOT text."""
     lines = [
         _line('graph', label=title, labelloc='t', fontname=FONT, fontsize=16, nodesep=0.2, ranksep=0.25),

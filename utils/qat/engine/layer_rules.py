@@ -1,4 +1,4 @@
-"""Rules that find layers of an engine that cost too much time: an `Engine` in, `Finding`s out, one function per rule.
+"""Rules that find layers of an engine that cost too much time: an `Engine` in, `LayerFinding`s out, one function per rule.
 
 TensorRT chooses layers during the build, so the rules read the result: types of tensors, kinds of layers, names of
 kernels. If a name gives no answer, it is `unknown`, never guessed. The profile is the only measurement.
@@ -33,7 +33,7 @@ QUANTIZES = {*MOVES, 'Mul', 'Div', 'Min', 'Max', 'Clip', 'Roun'}
 
 
 @dataclass
-class Finding:
+class LayerFinding:
     """A layer that breaks a rule."""
 
     kind: str  # a key of FINDINGS
@@ -89,7 +89,7 @@ def _at_the_edge(engine: Engine, layer: Layer, readers: list[Layer | None]) -> s
     return 'input' if any(t.name in given for t in layer.inputs) else 'output' if None in readers else ''
 
 
-def float_outputs(engine: Engine) -> Iterator[Finding]:
+def float_outputs(engine: Engine) -> Iterator[LayerFinding]:
     """Find INT8 convolutions that return float."""
     for layer, readers in zip(engine.layers, _readers(engine)):
         if not is_convolution(layer) or layer.types[0] != 'INT8' or layer.types[1] not in FLOATS:
@@ -106,10 +106,10 @@ def float_outputs(engine: Engine) -> Iterator[Finding]:
             advice = 'it is an output of the engine: nothing to do'
         else:
             advice = 'an operator that runs in float reads it: put Q/DQ on its output, so that it can be fused with the convolution'
-        yield Finding('float output', layer, ' → '.join(layer.types), advice)
+        yield LayerFinding('float output', layer, ' → '.join(layer.types), advice)
 
 
-def type_changes(engine: Engine) -> Iterator[Finding]:
+def type_changes(engine: Engine) -> Iterator[LayerFinding]:
     """Find reformats that change the data type."""
     for layer, readers in zip(engine.layers, _readers(engine)):
         before, after = layer.types
@@ -125,10 +125,10 @@ def type_changes(engine: Engine) -> Iterator[Finding]:
                 'float layers of two types: right in front of the decoding, which is FP32; elsewhere export with --trt 11, or build '
                 'with --fp16 --int8 (--trt 8 and 10)'
             )
-        yield Finding('type change', layer, f'{before} → {after}', advice)
+        yield LayerFinding('type change', layer, f'{before} → {after}', advice)
 
 
-def off_tensor_cores(engine: Engine) -> Iterator[Finding]:
+def off_tensor_cores(engine: Engine) -> Iterator[LayerFinding]:
     """Find convolutions in INT8 or half precision that do not run on tensor cores."""
     for layer in engine.layers:
         if not is_convolution(layer) or layer.precision == 'FP32' or tensor_cores(layer) != 'no':
@@ -142,12 +142,12 @@ def off_tensor_cores(engine: Engine) -> Iterator[Finding]:
                 'make its channels multiples of 16 (INT8) or 8 (FP16), and let the builder try more kernels: '
                 '--builderOptimizationLevel=5'
             )
-        yield Finding(
+        yield LayerFinding(
             'no tensor cores', layer, f'{layer.precision}, {channels or "?"} input channels, {layer.tactic}', advice
         )
 
 
-def unfused_qdq(engine: Engine) -> Iterator[Finding]:
+def unfused_qdq(engine: Engine) -> Iterator[LayerFinding]:
     """Find Q and DQ that run as layers of their own."""
     for layer, readers in zip(engine.layers, _readers(engine)):
         if not is_qdq(layer):
@@ -159,12 +159,12 @@ def unfused_qdq(engine: Engine) -> Iterator[Finding]:
                 'no kernel took it in: give all readers of the tensor one scale, and quantize the operator beside it '
                 '(scripts/audit_onnx.py names it)'
             )
-        yield Finding('unfused Q/DQ', layer, ' → '.join(t or '?' for t in layer.types), advice)
+        yield LayerFinding('unfused Q/DQ', layer, ' → '.join(t or '?' for t in layer.types), advice)
 
 
 CHECKS = (float_outputs, type_changes, off_tensor_cores, unfused_qdq)
 
 
-def findings(engine: Engine) -> list[Finding]:
+def findings(engine: Engine) -> list[LayerFinding]:
     """Check `engine` by all rules; findings are in the order of the rules, of each rule the longest layer first."""
     return [f for check in CHECKS for f in sorted(check(engine), key=lambda f: -(f.layer.ms or 0))]

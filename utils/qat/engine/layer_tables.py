@@ -10,7 +10,7 @@ from typing import Any
 
 from utils.qat.core.files import atomic
 from utils.qat.core.text import markdown_table
-from utils.qat.engine.layer_rules import FINDINGS, Finding, is_convolution, is_qdq, is_reformat, tensor_cores
+from utils.qat.engine.layer_rules import FINDINGS, LayerFinding, is_convolution, is_qdq, is_reformat, tensor_cores
 from utils.qat.engine.layers import Engine, Layer, Tensor
 from utils.qat.graph.onnx_graph import module_path
 
@@ -45,7 +45,7 @@ def short_name(layer: Layer) -> str:
     return name if len(name) <= WIDTH else f'{name[: WIDTH // 2]}…{name[1 - WIDTH // 2 :]}'
 
 
-def _cells(engine: Engine, index: int, findings: Sequence[Finding]) -> dict[str, Any]:
+def _cells(engine: Engine, index: int, findings: Sequence[LayerFinding]) -> dict[str, Any]:
     """Describe a layer of an engine: column → cell. Lists are joined by '; '; '' where there is nothing."""
     layer = engine.layers[index]
     share = None if layer.ms is None else engine.share([layer])
@@ -70,7 +70,7 @@ def _cells(engine: Engine, index: int, findings: Sequence[Finding]) -> dict[str,
     }
 
 
-def write_csv(path: Path, engine: Engine, findings: Sequence[Finding]) -> None:
+def write_csv(path: Path, engine: Engine, findings: Sequence[LayerFinding]) -> None:
     """Write a row for each layer, in the order in which they run."""
     rows = [_cells(engine, index, findings) for index in range(len(engine.layers))]
     with atomic(path) as tmp, open(tmp, 'w', newline='', encoding='utf-8') as file:
@@ -104,7 +104,7 @@ def _role(layer: Layer) -> str:
     return f'{layer.kind} (reformat)' if is_reformat(layer) and layer.kind != 'Reformat' else layer.kind
 
 
-def engine_report(engine: Engine, findings: Sequence[Finding], limit: int | None = None) -> str:
+def engine_report(engine: Engine, findings: Sequence[LayerFinding], limit: int | None = None) -> str:
     """Describe an engine and its findings in tables, as `draw_engine.py` prints them, of at most `limit` rows each."""
     convs = [layer for layer in engine.layers if is_convolution(layer)]
     on = Counter(map(tensor_cores, convs))

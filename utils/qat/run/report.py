@@ -250,7 +250,7 @@ def _pictures(folder: Path, report: dict[str, Any]) -> list[str]:
 def write_report(folder: Path, report: dict[str, Any], pictures: bool = True) -> None:
     """Write report.json, report.md and, with `pictures`, its pictures, also for an unfinished run."""
     write_json(folder / 'report.json', report)
-    settings, calibrated = report['settings'], report['ptq']
+    settings = report['settings']
     scored = any(map(is_scored, (report['origin'], report['ptq'], *report['epochs'])))
     seen = f'; scored {task_in(report["origin"], report["ptq"]).seen_as(settings["imgsz"], False)}' if scored else ''
     images = ', '.join(f'{n} of {name}' for name, n in report['images'].items())
@@ -263,7 +263,7 @@ def write_report(folder: Path, report: dict[str, Any], pictures: bool = True) ->
         [
             f'**{escaped(headline(report))}**',
             escaped(f'Images: {images}{seen}. Computed on {report["device"]}.'),
-            *([run_table(report), escaped(' '.join(conclusions(report)))] if calibrated and scored else []),
+            *([run_table(report), escaped(' '.join(conclusions(report)))] if report['ptq'] and scored else []),
             *(_pictures(folder, report) if pictures else []),
             *(['## Calibration', calibration_text(report['calibration'])] if report['calibration'] else []),
             *[escaped(f'Left in float: {", ".join(report["kept_float"])}.')] * bool(report['kept_float']),

@@ -271,6 +271,19 @@ def test_several_files_are_scored_and_compared_with_the_first(small, exported, t
     assert content(tmp_path / 'trt', 'metrics.json')['ap'] == scores[1]['ap'] and f'of {HEIGHT} x {WIDTH}' in out
 
 
+def test_files_of_one_name_get_folders_with_the_names_of_their_runs(small, tmp_path):
+    files = [tmp_path / 'a/weights/best.pt', tmp_path / 'b/weights/best.pt', tmp_path / 'c/float.pt']
+    for file in files:
+        file.parent.mkdir(parents=True)
+        shutil.copy(small.single, file)
+    words = '--weights', *files, '--data', small.data, '--imgsz', 64, *QUICK, '--project', tmp_path / 'eval'
+    command('qat.py', 'eval', *words)
+    assert sorted(f.name for f in (tmp_path / 'eval').iterdir()) == ['exp-a-best.pt', 'exp-b-best.pt', 'exp-float.pt']
+    command('qat.py', 'eval', *words, '--exist-ok')
+    said = command('qat.py', 'eval', *words, '--weights', files[0], files[0], '--exist-ok', code=2)
+    assert 'several files are called a-best.pt' in said
+
+
 def test_an_ap_that_compares_with_no_other_is_said_to_be_so(small, tmp_path):
     """An end2end file leaves out scores up to 0.25; --conf-thres 0.25 does so too. `next:` leads to a fair figure."""
     shutil.copy(small.single, tmp_path / 'm.pt')

@@ -1,6 +1,5 @@
 """The work of `qat.py eval` and `val_trt.py`: score each model on the val images of a data YAML, and write a report."""
 
-from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -153,11 +152,17 @@ def score_files(configs: Sequence[EvalConfig], load_model: Callable[[Path, torch
 
 
 def _apart(configs: Sequence[EvalConfig]) -> Sequence[EvalConfig]:
-    """Assign a folder to each of several files: NAME-FILE."""
-    twice = [name for name, number in Counter(config.weights.name for config in configs).items() if number > 1]
+    """Assign a folder to each of several files: NAME-FILE, or NAME-RUN-FILE where several runs have a file of this name."""
+    if len(configs) == 1:
+        return configs
+    names = [config.weights.name for config in configs]
+    paths = [config.weights.absolute() for config in configs]
+    runs = [path.parent.parent.name if path.parent.name == 'weights' else path.parent.name for path in paths]
+    names = [f'{run}-{name}' if names.count(name) > 1 and run else name for run, name in zip(runs, names)]
+    twice = [name for name in names if names.count(name) > 1]
     if twice and configs[0].exist_ok:
         raise QatError(f'--weights: several files are called {twice[0]}, which share a folder; leave --exist-ok out')
-    return [replace(c, name=f'{c.name}-{c.weights.name}') for c in configs] if len(configs) > 1 else configs
+    return [replace(config, name=f'{config.name}-{name}') for config, name in zip(configs, names)]
 
 
 def image_size(predict: Any, config: EvalConfig) -> Sides:

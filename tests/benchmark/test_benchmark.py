@@ -29,7 +29,6 @@ from utils.qat.backends.pytorch import TorchModel
 from utils.qat.benchmark.measured import Conditions, Measurement
 from utils.qat.benchmark.measured_backends import MeasuredOpenVINO, file_to_run, measured_by
 from utils.qat.benchmark.model_files import BATCHES, ModelFile, give_sizes, read_model_files, shapes_of
-from utils.qat.benchmark.report import summary
 from utils.qat.benchmark.run import LEAST_QUERIES, TURNS
 from utils.qat.benchmark.sweep import measurements_of
 from utils.qat.benchmark.timing import HostEvent, Timing, in_line, statistics
@@ -145,33 +144,6 @@ def test_every_query_in_line_is_waited_for(files, monkeypatch):
     monkeypatch.setattr(HostEvent, 'synchronize', lambda event: waited.append(event.seconds))
     queries, seconds, computing = in_line(opened(files / 'demo.onnx', 'onnxruntime'), 0.001, 10)
     assert queries == len(waited) >= 10 and waited == sorted(waited) and 0 < computing <= seconds
-
-
-@pytest.mark.parametrize('gpu', (False, True))
-def test_the_summary_is_laid_out_as_trtexecs(gpu):
-    times = {'min': 1, 'max': 9, 'mean': 3, 'median': 2.5, 'p90': 7, 'p95': 8, 'p99': 8.5}
-    result = {
-        'qps': 12.5,
-        'images_per_s': 50.0,
-        'host_seconds': 3.0,
-        'compute_seconds': 2.9,
-        'streams': None,
-        'notes': [],
-    }
-    result |= dict.fromkeys(('latency', 'compute'), times) | dict.fromkeys(('h2d', 'd2h', 'enqueue'), gpu and times)
-    what = 'GPU Compute Time' if gpu else 'Compute Time'
-    names = ['Latency', *['Enqueue Time', 'H2D Latency'] * gpu, what, *['D2H Latency'] * gpu]
-    laid_out = (
-        'min = 1 ms, max = 9 ms, mean = 3 ms, median = 2.5 ms, '
-        'percentile(90%) = 7 ms, percentile(95%) = 8 ms, percentile(99%) = 8.5 ms'
-    )
-    assert summary(result).splitlines() == [
-        '=== Performance summary ===',
-        'Throughput: 12.5 qps (50 images/s)',
-        *[f'{name}: {laid_out}' for name in names],
-        'Total Host Walltime: 3 s',
-        f'Total {what}: 2.9 s',
-    ]
 
 
 # ---- what a file is -------------------------------------------------------------------------------------------------------
@@ -405,7 +377,7 @@ def test_a_sweep_writes_its_files(files, tmp_path, capsys):
     for batch in (1, 2):
         assert_in_turns([r['usage']['turns'] for r in report['results'] if r['batch'] == batch])
     assert len(report['left_out']) == 6 and all(f'left out: {line}' in out for line in report['left_out'])
-    assert 'there is no net.pt beside it' in out and '=== Performance summary ===' not in out
+    assert 'there is no net.pt beside it' in out
     assert len(out.splitlines()) < len(rows) + 30 and max(map(len, re.findall(r'(?m)^\|.*', out))) < 120
     assert 'for speed in ONNX Runtime: qat.py quantize --target onnxruntime' in out
     assert re.search(
@@ -414,7 +386,7 @@ def test_a_sweep_writes_its_files(files, tmp_path, capsys):
     )
     assert re.search(r'Least latency [\d.]+ ms at batch \d: .*\. Most images/s [\d.]+ at batch \d: ', out)
     text = (folder / 'benchmark.md').read_text()
-    assert text.count('=== Performance summary ===') == len(rows) and 'GPU compute (ms)' not in text
+    assert 'GPU compute (ms)' not in text
     assert re.search(r'\| int8.pt +\| +PyTorch \| +INT8 simulated \| +64 px \| +2 \| +open \|', text)
     for name in pictures:
         assert f'({name})' in text and (folder / name).read_bytes().startswith(b'\x89PNG')

@@ -1,4 +1,4 @@
-"""Results of a benchmark → a summary of each in trtexec's layout, and benchmark.{json,md,csv} and pictures for all.
+"""Results of a benchmark → benchmark.{json,md,csv} and pictures.
 
 The pictures show latency as bars, throughput against batch, memory and utilisation over time. They take plain Results, see
 timing.Result. A series (model, backend, precision, image size) has one colour in all three.
@@ -24,7 +24,7 @@ from utils.qat.benchmark.tables import (
 )
 from utils.qat.core.files import write_json, write_picture, write_text
 from utils.qat.core.machine import machine_table
-from utils.qat.core.text import Markdown, code, escaped, image, literal
+from utils.qat.core.text import Markdown, escaped, image, literal
 
 WIDE_RANGE = 20  # ratio of largest to smallest value from which an axis is logarithmic
 DISTURBED = 25  # per cent: if other processes use more of the CPU, times are unreliable
@@ -146,35 +146,6 @@ def plot_usage(path: Path, report: dict[str, Any]) -> None:
     write_picture(figure, path)
 
 
-def summary(result: dict[str, Any]) -> str:
-    """Format a plain Result as trtexec does."""
-
-    def line(name: str, times: dict[str, float]) -> str:
-        parts = [f'{key} = {times[key]:.5g} ms' for key in ('min', 'max', 'mean', 'median')]
-        parts += [f'percentile({p}%) = {times[f"p{p}"]:.5g} ms' for p in (90, 95, 99)]
-        return f'{name}: {", ".join(parts)}'
-
-    what = 'GPU Compute Time' if result['h2d'] else 'Compute Time'
-    timed = (
-        ('Latency', 'latency'),
-        ('Enqueue Time', 'enqueue'),
-        ('H2D Latency', 'h2d'),
-        (what, 'compute'),
-        ('D2H Latency', 'd2h'),
-    )
-    return '\n'.join(
-        [
-            '=== Performance summary ===',
-            f'Throughput: {result["qps"]:.6g} qps ({result["images_per_s"]:.6g} images/s)',
-            *[line(name, result[key]) for name, key in timed if result[key]],
-            f'Total Host Walltime: {result["host_seconds"]:.6g} s',
-            f'Total {what}: {result["compute_seconds"]:.6g} s',
-            *([f'Throughput in streams: {result["streams"]}'] if result['streams'] else []),
-            *result['notes'],
-        ]
-    )
-
-
 def notes(results: Sequence[dict[str, Any]]) -> list[Markdown]:
     """Return the distinct notes on how engines ran their files."""
     return list(dict.fromkeys(escaped(f'{r["model"]}: {"; ".join(r["notes"])}') for r in results if r['notes']))
@@ -225,11 +196,6 @@ def markdown(report: dict[str, Any]) -> str:
         image('latency', 'latency.png'),
         image('throughput', 'throughput.png'),
         *[image('memory and utilisation', 'usage.png')] * bool(report['usage']),
-        '## As trtexec says it',
-        *[
-            f'{escaped(", ".join(filter(None, series(r))))}, batch {r["batch"]}\n\n{code(*summary(r).splitlines())}'
-            for r in results
-        ],
     ]
     return '\n\n'.join(parts) + '\n'
 

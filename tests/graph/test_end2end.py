@@ -4,6 +4,7 @@ import ast
 import json
 import re
 
+import classifiers
 import numpy as np
 import onnx
 import pytest
@@ -23,6 +24,7 @@ from models.deploy.formats.onnx_end2end import (
     MASK_TOLERANCE,
     check_detections,
     choose_nms,
+    export_class_ends,
     export_end2end,
     made_predictions,
     torch_detections,
@@ -36,6 +38,7 @@ from utils.qat.config.qat import EvalConfig
 from utils.qat.core.errors import QatError
 from utils.qat.core.log import quiet_upstream
 from utils.qat.data.dataset import load_data
+from utils.qat.data.image_folders import MEAN, STD
 from utils.qat.data.loaders import val_loader
 from utils.qat.evaluation.evaluate import evaluate
 from utils.qat.graph.audit import audit, coverage
@@ -752,3 +755,29 @@ def test_flags_that_do_not_fit(changes, says):
 def test_flags_of_masks_are_for_files_with_nms_only():
     with pytest.raises(QatError, match='only with --include onnx_end2end'):
         ExportConfig('seg.pt', ['onnx'], pooler_scale=0.5)
+
+
+# ---- classifiers ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize('kind', ['float', 'quantized'])
+@pytest.mark.parametrize('options', [{}, {'dynamic': True, 'simplify': True}], ids=str)
+def test_a_classifier_takes_pixels_and_returns_probabilities(kind, options, tmp_path):
+    """Evaluated, the file gives what the plain one gives."""
+    model = classifiers.loaded('mobilenet_v2', tmp_path)
+    if kind == 'quantized':
+        model = classifiers.quantized(model)
+    plain, whole = tmp_path / 'plain.onnx', tmp_path / 'whole.onnx'
+    export_onnx(model, plain, (SIDE, SIDE), **options)
+    export_class_ends(plain, whole)
+    pixels = made_images(1, (SIDE, SIDE))
+    normal = (pixels - torch.tensor(MEAN)[:, None, None]) / torch.tensor(STD)[:, None, None]
+    [logits] = run_onnx(plain, {'images': normal.numpy()})
+    [found] = run_onnx(whole, {'images': pixels.numpy()})
+    assert np.abs(found - torch.from_numpy(logits).softmax(1).numpy()).max() < 1e-4 and found.std() > 0
+    assert torch.allclose(
+        open_file(whole)(normal), open_file(plain)(normal).log_softmax(1), atol=1e-3 if kind == 'float' else 0.3
+    )
+    assert open_file(whole).names == open_file(plain).names == model.names
+    assert dims(onnx.load(whole).graph.output[0]) == dims(onnx.load(plain).graph.output[0])
+    assert count_qdq(onnx.load(whole)) == count_qdq(onnx.load(plain))

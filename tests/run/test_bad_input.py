@@ -110,7 +110,8 @@ export_qat.py --weights {quantized} --imgsz 64
     --include onnx_end2end --mask-resolution 28                 | --mask-resolution: only for a segmentation model
     --weights {segmenter} --include onnx_end2end --nms plugin   | --nms plugin: EfficientNMS_TRT does not tell
     --weights {segmenter} --include onnx_end2end --pooler-scale 0.5 | --pooler-scale 0.5: must be one of 0.25
-    --weights {classifier} --include onnx_end2end               | NMS is for detectors
+    --weights {classifier} --include openvino_end2end           | NMS is for detectors
+    --weights {classifier} --include onnx_end2end --topk-all 10 | --topk-all: only for detectors
     --verify {wrong}/none.yaml         | --verify; no such file
     --verify {wrong}/classes.yaml      | --verify; 2 classes; the model has 10
     --verify {wrong}/class.yaml        | 00003.txt; class 10; 0..9

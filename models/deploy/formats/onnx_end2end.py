@@ -1,4 +1,4 @@
-"""NMS inside a finished ONNX detector: appended, then checked against torchvision's NMS, box by box and mask by mask.
+"""The ends inside a finished ONNX file: a detector's NMS, checked against torchvision's; a classifier's normalization and softmax.
 
 The detector itself was compared with PyTorch at its export. Here the rest is checked in ONNX Runtime: the detections
 must be equal to `torch_nms` of the predictions bit for bit, and the masks to `torch_masks` within MASK_TOLERANCE. A
@@ -18,20 +18,24 @@ from typing_extensions import override
 from utils.general import xywh2xyxy
 
 from models.deploy.agreement import made_images
-from models.deploy.formats.format import Export, Format, Written, with_sources
+from models.deploy.formats.format import Export, Format, Written
 from models.deploy.formats.onnx import lines_of
 from utils.qat.backends.detections import Detections
 from utils.qat.backends.onnxruntime import onnx_session
 from utils.qat.config.export import MASK_OPSET, NMS_LIMITS, PLUGIN, ExportConfig, Nms, Pooling
+from utils.qat.config.tables import NMS
 from utils.qat.core.errors import QatError, check
 from utils.qat.core.files import atomic, write_text
+from utils.qat.data.image_folders import MEAN, STD, normalized
 from utils.qat.data.masks import BoxMasks
 from utils.qat.graph import passes
+from utils.qat.graph.class_ends import add_class_ends
 from utils.qat.graph.nms import add_nms
 from utils.qat.graph.onnx_graph import shape_of
 from utils.qat.graph.triton_config import triton_config
 
 MASK_TOLERANCE = 1e-3  # of values in 0..1: a sum of nm products has another order
+PROBABILITY_TOLERANCE = 1e-4  # of values in 0..1: another order of sums in the network and the softmax
 
 
 def torch_nms(predictions: Iterable[torch.Tensor], nms: Nms, nm: int = 0) -> list[torch.Tensor]:
@@ -236,8 +240,28 @@ def nms_of(export: Export) -> tuple[Nms, Pooling]:
     return choose_nms(export.config, export.predict.task.masks)
 
 
+def export_class_ends(source: Path, path: Path) -> None:
+    """Put normalization and softmax into the classifier `source` of export_onnx, check it, and write it to `path`.
+
+    Raises QatError, and writes nothing, if ONNX Runtime's probabilities are not those of the normalized images.
+    """
+    model, plain = onnx.load(source), onnx.load(source)
+    [given] = model.graph.input
+    batch, _, *imgsz = shape_of(given)
+    passes.set_metadata(add_class_ends(model, MEAN, STD), normalizes=True)
+    onnx.checker.check_model(model, full_check=True)
+    images = made_images(batch, imgsz)
+    [found], [logits] = _run(model, {given.name: images}), _run(plain, {given.name: normalized(images)})
+    if not torch.allclose(found, logits.softmax(1), rtol=0, atol=PROBABILITY_TOLERANCE):
+        raise QatError(
+            'ONNX Runtime finds other probabilities with the normalization inside; please report this model. No file was written'
+        )
+    with atomic(path) as tmp:
+        onnx.save(model, tmp)
+
+
 class OnnxEnd2end(Format):
-    """MODEL-end2end.onnx, which returns detections, and MODEL-end2end.pbtxt, by which a Triton server serves it."""
+    """MODEL-end2end.onnx, which returns detections or probabilities, and MODEL-end2end.pbtxt, by which a Triton server serves it."""
 
     name = 'onnx_end2end'
     source = 'onnx'
@@ -245,10 +269,9 @@ class OnnxEnd2end(Format):
     @override
     def require_model(self, export: Export) -> None:
         if not export.predict.task.boxes:
-            names = [name for name in export.config.files if self in with_sources([name])]
-            raise QatError(
-                f'--include {" ".join(names)}: NMS is for detectors, and {export.config.weights} is {export.predict.task.title}'
-            )
+            given = export.config.given(NMS)
+            check([(given, f'{given}: only for detectors, and {export.config.weights} is {export.predict.task.title}')])
+            return
         nms, _ = nms_of(export)
         if nms.kind == 'plugin':
             export.target.require_tensorrt('--nms plugin', export.zero_points)
@@ -259,21 +282,27 @@ class OnnxEnd2end(Format):
 
     @override
     def write(self, export: Export, path: Path) -> Written:
-        config, (nms, pooling) = export.config, nms_of(export)
-        export_end2end(export.made('onnx').path, path, nms, pooling)
-        serving = path.with_suffix('.pbtxt')
+        config, source, serving = export.config, export.made('onnx').path, path.with_suffix('.pbtxt')
+        if export.predict.task.boxes:
+            nms, pooling = nms_of(export)
+            export_end2end(source, path, nms, pooling)
+            plugin = nms.kind == 'plugin'
+            checked = 'not run here, only TensorRT has it' if plugin else 'in ONNX Runtime as by torchvision'
+            inside = f' of up to {nms.topk_all} detections; NMS {nms.kind}, {checked}'
+        else:
+            export_class_ends(source, path)
+            plugin, inside = False, ' of images in 0..1, which the file normalizes'
         write_text(serving, triton_config(onnx.load(path), path.stem, config.batch_size))
-        checked = 'not run here, only TensorRT has it' if nms.kind == 'plugin' else 'in ONNX Runtime as by torchvision'
         return Written(
             {self.name: path, 'triton': serving},
             [
-                *lines_of(path, export, f' of up to {nms.topk_all} detections; NMS {nms.kind}, {checked}'),
+                *lines_of(path, export, inside),
                 f'-> {serving}: copy it to MODELS/{path.stem}/config.pbtxt of a Triton server, docs/deploy.md',
             ],
             [
                 f'{PLUGIN} is deprecated since TensorRT 10.12 and will be removed; --nms standard has the same outputs and needs no plugin'
             ]
-            * (nms.kind == 'plugin' and config.trt == 11),
+            * (plugin and config.trt == 11),
         )
 
     @override
@@ -282,6 +311,8 @@ class OnnxEnd2end(Format):
 
     @override
     def reference(self, export: Export) -> Callable[[torch.Tensor], Any]:
+        if not export.predict.task.boxes:
+            return lambda images: export.predict(images).log_softmax(1)
         nms, pooling = nms_of(export)
         return lambda images: torch_detections(export.predict(images), tuple(images.shape[2:]), nms, pooling)
 

@@ -39,6 +39,11 @@ class OpenVINOEnd2end(OpenVINOFormat):
         super().require(config, device)
 
     @override
+    def require_model(self, export: Export) -> None:
+        task, weights = export.predict.task, export.config.weights
+        check([(not task.boxes, f'--include {self.name}: NMS is for detectors, and {weights} is {task.title}')])
+
+    @override
     def write(self, export: Export, path: Path) -> Written:
         return self.converted(export, path)
 

@@ -158,8 +158,8 @@ class FileModel:
 
     Predictions are one output, [B, 4 + nc, N], or two, [B, 4 + nc + nm, N] and prototypes [B, nm, H / 4, W / 4]. With NMS inside
     (end2end) they are `num_dets` [B, 1], `det_boxes` [B, K, 4] (xyxy in pixels), `det_scores` and `det_classes` [B, K], of which the
-    first num_dets count, and for masks `det_masks` [B, K, R * R] in 0..1, each of the area of its box. A classifier has scores
-    [B, nc]; compare_outputs.py takes it as well.
+    first num_dets count, and for masks `det_masks` [B, K, R * R] in 0..1, each of the area of its box. A classifier has logits
+    [B, nc], or with its ends inside probabilities, of images that it normalizes.
 
     Attributes:
         imgsz: height and width in pixels; None = any.
@@ -168,6 +168,7 @@ class FileModel:
         nc: number of classes; None if it follows from the names only, and there are none.
         names: class index → name.
         end2end: whether NMS is inside.
+        normalizes: whether a classifier has its ends inside.
         task: see config.tasks.
         conf_thres: score up to which the NMS inside drops boxes; None without NMS inside, or if unknown.
         kind: how the task was recognized, in words.
@@ -206,6 +207,7 @@ class FileModel:
         masks = MASKS in outputs or dimensions == [3, 4]
         self.task = load_task('classify' if dimensions == [2] else 'segment' if masks else 'detect')
         self.ours, self.kind = signature.metadata.get('task') == self.task.name, f'its outputs are {", ".join(outputs)}'
+        self.normalizes = 'normalizes' in signature.metadata and not self.task.boxes
         self.conf_thres = _threshold(signature.metadata.get('conf_thres')) if self.end2end else None
         if self.end2end:  # the shapes do not show the number of classes
             self.nc, self.names = len(names) if names else None, names
@@ -223,7 +225,9 @@ class FileModel:
         return self.session.notes
 
     def __call__(self, images: torch.Tensor) -> torch.Tensor | tuple[torch.Tensor, ...] | list[Detections]:
-        """Predict for images FP32 [B, 3, H, W] in 0..1: see above; a classifier returns scores [B, nc]."""
+        """Predict for images FP32 [B, 3, H, W] in 0..1: see above; a classifier takes normalized images and returns logits [B, nc]."""
+        if self.normalizes:
+            images = self.task.pixels(images)
         smallest, largest = self.batch or (1, len(images))
         parts = []
         for part in images.split(largest):
@@ -234,6 +238,8 @@ class FileModel:
         if self.end2end:
             return self._detections(outputs, images.shape[2:])
         floats = tuple(out.float() for out in outputs.values())
+        if self.normalizes:
+            return floats[0].clamp_min(torch.finfo(torch.float32).tiny).log()
         return floats if len(floats) > 1 else floats[0]
 
     def _detections(self, outputs: dict[str, torch.Tensor], shape: Sequence[int]) -> list[Detections]:

@@ -97,6 +97,10 @@ class Task(ABC):
         """Normalize images in 0..1 to the input range of the networks."""
         return images
 
+    def pixels(self, images: torch.Tensor) -> torch.Tensor:
+        """Undo `normalized`."""
+        return images
+
     # ---- networks
 
     @abstractmethod

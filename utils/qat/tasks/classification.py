@@ -76,6 +76,12 @@ class Classification(Task):
 
         return normalized(images)
 
+    def pixels(self, images: torch.Tensor) -> torch.Tensor:
+        """Undo `normalized`."""
+        from utils.qat.data.image_folders import pixels
+
+        return pixels(images)
+
     def prepare(self, model: nn.Module) -> None:
         """Add a stride and names to a classifier if it has none, and make its activation functions not in-place.
 

@@ -155,6 +155,11 @@ def dims(value):
     return [d.dim_param or d.dim_value for d in value.type.tensor_type.shape.dim]
 
 
+def unread(model):
+    """The initializers that no node reads; ONNX Runtime prints a line for each."""
+    return {i.name for i in model.graph.initializer} - {name for node in model.graph.node for name in node.input}
+
+
 def metadata(model):
     return {p.key: p.value for p in model.metadata_props}
 

@@ -3,6 +3,7 @@
 import re
 import sys
 import types
+from unittest import mock
 
 import torch
 from models.common import Conv, DWConv
@@ -58,8 +59,7 @@ def ultralytics_file(path, model, kind='DetectionModel', **attributes):
             new.add_module(name, copied(child, block))
         return new
 
-    sys.modules.update(made)
-    try:
+    with mock.patch.dict(sys.modules, made):
         averaged = copied(model.half(), top)
         vars(averaged).update(
             {'names': model.names, 'stride': model.stride, 'yaml': {'yaml_file': 'yolov9x.yaml'}} | attributes
@@ -67,10 +67,7 @@ def ultralytics_file(path, model, kind='DetectionModel', **attributes):
         torch.save(
             {'epoch': -1, 'model': None, 'ema': averaged, 'train_args': {'imgsz': 640}, 'version': '8.3.0'}, path
         )
-    finally:
-        for name in made:
-            del sys.modules[name]
-        model.float()
+    model.float()
     return path
 
 

@@ -91,4 +91,7 @@ def test_the_package_ultralytics_predicts(files, demo, name, tmp_path, monkeypat
         square, place = program('scripts/infer_onnx.py').letterbox(cv2.imread(str(file)), (SIDE, SIDE))
         [output] = run_onnx(folder / f'{name}.onnx', {'images': square.numpy()})
         [wanted] = detect(torch.from_numpy(output), (SIDE, SIDE), CONF, 0.45)
-        assert abs(len(found.boxes) - len(wanted.rows)) <= 1 and found.names == demo.float_model().names
+        theirs, ours = found.boxes.conf.sort(descending=True).values, wanted.rows[:, 4].sort(descending=True).values
+        number = min(len(theirs), len(ours))
+        assert number >= max(len(theirs), len(ours)) - 1 > 2 and found.names == demo.float_model().names
+        assert (theirs[:number] - ours[:number]).abs().max() < 0.1  # the letterboxes differ

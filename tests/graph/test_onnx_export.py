@@ -10,7 +10,7 @@ import onnx
 import pytest
 import torch
 from faults import sampled
-from graphs import assert_same_outputs, copy, dims, graph_of, metadata, run_onnx
+from graphs import assert_same_outputs, copy, dims, graph_of, metadata, run_onnx, unread
 from onnx import TensorProto, numpy_helper
 from segmenters import CLASSES, NM, segmenter
 from zoo import command, image, output, same, state
@@ -71,6 +71,7 @@ def test_every_law_on_every_export(small, tmp_path, head, kind, options):
     onnx.checker.check_model(graph, full_check=True)
     assert [p.name for p in tmp_path.iterdir()] == ['model.onnx']
     assert onnx_graph.opset(graph) == options.get('opset', 17)
+    assert not unread(graph)
     meta = metadata(graph)
     assert int(meta['stride']) == int(max(model.stride)) and ast.literal_eval(meta['names']) == model.names
     assert (meta['task'], meta.get('nm')) == (('segment', str(NM)) if masks else ('detect', None))

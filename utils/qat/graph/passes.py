@@ -324,7 +324,7 @@ def store_int8_weights(model: ModelProto) -> ModelProto:
     rounded half to even and saturated.
     """
     values = constants(model)
-    stored = {i.name: i for i in model.graph.initializer}
+    stored = {i.name for i in model.graph.initializer}
     of_weights = [n for n in model.graph.node if n.op_type == 'QuantizeLinear' and n.input[0] in stored]
     for node in of_weights:
         weight, scale, zero = (values[name] for name in node.input)
@@ -336,9 +336,15 @@ def store_int8_weights(model: ModelProto) -> ModelProto:
             steps = np.clip(np.rint(weight / scale) + zero_point, limits.min, limits.max).astype(zero.dtype)
         model.graph.initializer.append(numpy_helper.from_array(steps, node.output[0]))
         model.graph.node.remove(node)
+    return drop_unread(model)
+
+
+def drop_unread(model: ModelProto) -> ModelProto:
+    """Drop the initializers that no node reads, in place; ONNX Runtime warns of each one when it opens the file."""
     read = readers(model)
-    for name in {node.input[0] for node in of_weights} - set(read):
-        model.graph.initializer.remove(stored[name])
+    kept = [i for i in model.graph.initializer if i.name in read]
+    del model.graph.initializer[:]
+    model.graph.initializer.extend(kept)
     return model
 
 
@@ -400,7 +406,7 @@ def unsigned_activations(model: ModelProto) -> ModelProto:
     for zero, name in stored.items():
         model.graph.initializer.append(numpy_helper.from_array(np.array(zero, np.uint8), name))
     del model.graph.value_info[:]  # types of the signed integers
-    return model
+    return drop_unread(model)
 
 
 def integers_in_onnxruntime(model: ModelProto) -> ModelProto:

@@ -312,7 +312,7 @@ class OnnxEnd2end(Format):
     @override
     def reference(self, export: Export) -> Callable[[torch.Tensor], Any]:
         if not export.predict.task.boxes:
-            return lambda images: export.predict(images).log_softmax(1)
+            return lambda images: torch.log_softmax(export.predict(images), 1)
         nms, pooling = nms_of(export)
         return lambda images: torch_detections(export.predict(images), tuple(images.shape[2:]), nms, pooling)
 

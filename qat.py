@@ -72,7 +72,8 @@ def dry_run(config: QuantizeConfig) -> None:
     from utils.qat.untrusted.torchvision_weights import fetched
 
     with quiet_upstream(), TemporaryDirectory() as scratch:
-        file = checkpoint.CheckpointFile(fetched(config.weights, Path(scratch)))
+        weights = fetched(config.weights, Path(scratch)) if is_network(config.weights) else config.weights
+        file = checkpoint.CheckpointFile(weights)
         model = file.load_float()
     loaded = TorchModel(model)
     config.check_model(loaded)
@@ -249,7 +250,7 @@ def main(argv: Sequence[str] | None = None, **needs: Any) -> None:
     if any(is_network(each.weights) for each in configs):
         from utils.qat.untrusted.torchvision_weights import fetched
 
-        configs = [replace(each, weights=fetched(each.weights)) for each in configs]
+        configs = [replace(c, weights=fetched(c.weights)) if is_network(c.weights) else c for c in configs]
         config = configs[0]
     for each in configs:
         each.require_files()

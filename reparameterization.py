@@ -80,7 +80,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Run the command. argv: None = the words of this process."""
     args = parse_args(argv)
     from models.quantize.checkpoint import CheckpointFile
-    from models.quantize.head_outputs import head_of
+    from models.quantize.network import head_of
     from models.quantize.reparameterize import HEADS, main_branch
     from utils.qat.backends.pytorch import TorchModel
     from utils.qat.core.files import write_torch

@@ -11,7 +11,7 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 
-from models.quantize.head_outputs import head_of
+from models.quantize.network import head_of
 from utils.qat.backends.file_model import split_outputs
 from utils.qat.backends.pytorch import task_of
 from utils.qat.config.tables import DEFAULT_TARGET

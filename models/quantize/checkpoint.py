@@ -16,8 +16,7 @@ import torch.nn as nn
 from models.common import RepConvN
 
 from models.quantize.blocks import is_quantized
-from models.quantize.head_outputs import head_of
-from models.quantize.network import fold_batch_norms
+from models.quantize.network import fold_batch_norms, head_of
 from models.quantize.pickled_modules import OURS, TORCHVISION, TWINS, build
 from models.quantize.reparameterize import main_branch
 from models.quantize.scales import shared_scales

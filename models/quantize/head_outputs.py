@@ -17,7 +17,7 @@ from typing import Any
 import torch
 import torch.nn as nn
 
-from models.quantize.network import layers
+from models.quantize.network import head_of
 from models.quantize.quantizers import RoundedOnce
 from utils.qat.backends.pytorch import TorchModel, task_of
 from utils.qat.core.distributed import all_reduce
@@ -92,11 +92,6 @@ def output_parts(output: Any) -> list[list[torch.Tensor]]:
     if isinstance(output, tuple) and isinstance(output[0], list):
         return [output_tensors(part) for part in output]
     return [output_tensors(output)]
-
-
-def head_of(model: nn.Module) -> nn.Module:
-    """Return the last layer of a model."""
-    return [*layers(model).values()][-1]
 
 
 def bins_of(model: nn.Module) -> int:

@@ -40,6 +40,11 @@ def layers(model: nn.Module) -> dict[str, nn.Module]:
     return found
 
 
+def head_of(model: nn.Module) -> nn.Module:
+    """Return the last layer of a model."""
+    return [*layers(model).values()][-1]
+
+
 @contextmanager
 def removed_after(hooks: Iterable[RemovableHandle]) -> Iterator[None]:
     """Context that removes registered hooks at its end."""

@@ -18,7 +18,7 @@ from typing_extensions import override
 from models.deploy.formats.format import Export, Format, Written, size_of
 from models.deploy.formats.onnx import write_onnx
 from models.deploy.formats.onnx_end2end import nms_of
-from models.quantize.head_outputs import head_of
+from models.quantize.network import head_of
 from utils.qat.config.export import END2END, MASKS, Nms, Pooling
 from utils.qat.core.errors import QatError
 from utils.qat.core.files import require_own, write_text

@@ -23,7 +23,7 @@ from typing_extensions import override
 from models.deploy.agreement import Agreement, made_images, metadata_of, require_agreement, traceable_copy
 from models.deploy.formats.format import Export, Format, Written, size_of
 from models.quantize.convert import float_inside_blocks
-from models.quantize.head_outputs import head_of
+from models.quantize.network import head_of
 from models.quantize.quantizers import UNIT_SCALE, SiLUQuantizer, named_quantizers
 from utils.qat.backends.file_model import open_file
 from utils.qat.backends.pytorch import task_of

@@ -17,7 +17,7 @@ from typing_extensions import override
 from models.deploy.agreement import Agreement, made_images, metadata_of, require_agreement, traceable_copy
 from models.deploy.decomposed import on_integers
 from models.deploy.formats.format import Export, Format, Written, size_of
-from models.quantize.head_outputs import head_of
+from models.quantize.network import head_of
 from utils.qat.backends.file_model import open_file
 from utils.qat.backends.pt2 import require_pt2
 from utils.qat.config.export import ExportConfig

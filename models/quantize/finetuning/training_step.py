@@ -17,9 +17,9 @@ from typing import Any
 import torch
 import torch.nn as nn
 
-from models.quantize.head_outputs import head_of, output_parts
+from models.quantize.head_outputs import output_parts
+from models.quantize.network import head_of, removed_after
 from models.quantize.network import layers as layers_of
-from models.quantize.network import removed_after
 from models.quantize.quantizers import QMIN, FixedScales, gpu_kernels
 from utils.qat.core.distributed import all_reduce, world_size
 

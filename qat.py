@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 sys.path.insert(0, str(Path(__file__).resolve().parent))  # the patched tree; PYTHONSAFEPATH leaves it out
 from utils.qat.config.qat import EvalConfig, QuantizeConfig, SensitiveConfig
 from utils.qat.config.settings import add_options, settings_of
-from utils.qat.config.tables import CHECKPOINTS, DEFAULT_TARGET, EXPORTED
+from utils.qat.config.tables import CHECKPOINTS, DEFAULT_TARGET, EXPORTED, TARGETS
 from utils.qat.core.command import Parser, command, explain_out_of_memory, export_command, run_command, typed_sides
 from utils.qat.core.distributed import from_first, leave, on_first
 from utils.qat.core.errors import QatError
@@ -133,7 +133,8 @@ def quantize(config: QuantizeConfig, folder: Path | None) -> None:
     seen = f'images {inputs.task.seen_as(inputs.config.imgsz, False)}'
     LOGGER.log(RESULT, '\n'.join(('', seen, '', run_table(report, brief=True), '', *conclusions(report), '')))
     best = folder / DELIVERED
-    finish(export_command(best, inputs.config.imgsz), report=folder / 'report.md', weights=best)
+    following = export_command(best, inputs.config.imgsz, TARGETS[inputs.config.target].include)
+    finish(following, report=folder / 'report.md', weights=best)
 
 
 def sensitive(config: SensitiveConfig, folder: Path | None) -> None:

@@ -252,11 +252,12 @@ def test_from_checkpoint_to_file(small, tmp_path):
 def test_a_file_for_deepstream_names_its_target(small, tmp_path, monkeypatch):
     """OpenVINO's placement has no zero points in this network, so TensorRT reads the file."""
     monkeypatch.chdir(tmp_path)
-    command(
+    said = command(
         *('qat.py', 'quantize', '--weights', small.single, '--data', small.data, '--imgsz', 64, '--device', 'cpu'),
         *('--target', 'openvino', '--epochs', 0, '--calib-images', 2, '--calib-method', 'max', '--no-bias-correction'),
         *('--no-eval-origin', '--no-eval-ptq', '--workers', 0, '--project', tmp_path, '--name', 'run'),
     )
+    assert 'best.pt --include openvino --imgsz 64' in said, 'the next command writes the file of the target'
     [weights] = (tmp_path / 'run/weights').glob('ptq_*.pt')
     command('export_yoloV9.py', '--weights', weights, '--size', 64)
     file = weights.with_name(f'{weights.name}.onnx')

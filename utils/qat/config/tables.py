@@ -11,17 +11,18 @@ from utils.qat.core.errors import QatError
 
 
 class TargetText(NamedTuple):
-    """Texts about the engine of a target. placement: difference from the Q/DQ placement of the default target, for `-h`."""
+    """Texts about the engine of a target. placement: difference from the Q/DQ placement of the default target, for `-h`. include: its kind of file."""
 
     title: str
     placement: str = ''
+    include: str = 'onnx'
 
 
 TARGETS = {  # --target → TargetText. utils/qat/targets/ has a file for each
     'tensorrt': TargetText('TensorRT'),
-    'openvino': TargetText('OpenVINO', 'outputs of the head in INT8, unsigned behind a ReLU'),
+    'openvino': TargetText('OpenVINO', 'outputs of the head in INT8, unsigned behind a ReLU', 'openvino'),
     'onnxruntime': TargetText('ONNX Runtime', 'also around activation functions, with zero points'),
-    'litert': TargetText('LiteRT', 'as onnxruntime, a scale for each addend of an Add'),
+    'litert': TargetText('LiteRT', 'as onnxruntime, a scale for each addend of an Add', 'litert'),
 }
 DEFAULT_TARGET = 'tensorrt'  # also of checkpoints and files that name no target
 NMS = (

@@ -210,9 +210,9 @@ def converted(weights: Path) -> Path:
     return weights.with_name(f'{weights.stem}-converted.pt')
 
 
-def export_command(checkpoint: Path, imgsz: Iterable[int]) -> str:
+def export_command(checkpoint: Path, imgsz: Iterable[int], include: str = 'onnx') -> str:
     """Make the command that exports a quantized checkpoint."""
-    return command('export_qat.py', '--weights', checkpoint, '--include', 'onnx', '--imgsz', *typed_sides(imgsz))
+    return command('export_qat.py', '--weights', checkpoint, '--include', include, '--imgsz', *typed_sides(imgsz))
 
 
 def typed_sides(imgsz: Iterable[int]) -> list[int]:

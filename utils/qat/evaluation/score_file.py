@@ -10,7 +10,7 @@ import torch
 from utils.qat.backends.file_model import FileModel
 from utils.qat.config.qat import EvalConfig
 from utils.qat.config.settings import Sides, closing, require_multiples
-from utils.qat.config.tables import backends_for
+from utils.qat.config.tables import TARGETS, backends_for
 from utils.qat.core.command import command, explain_out_of_memory, export_command, typed_sides
 from utils.qat.core.distributed import from_first, join, on_first, rank, world_size
 from utils.qat.core.errors import QatError
@@ -26,6 +26,7 @@ from utils.qat.evaluation.detection_scores import Metrics, require_annotations
 from utils.qat.evaluation.evaluate import evaluate
 from utils.qat.evaluation.plots import plot_classes
 from utils.qat.evaluation.score_tables import class_table, merit_title, models_table
+from utils.qat.targets.target import target_of_recipe
 
 FAIR_CONF = 0.01  # AP hardly changes without the detections up to this score
 
@@ -238,7 +239,8 @@ def score_file(
 
         following = after_scoring(config.weights, config.imgsz, config.backend)
     elif predict.recipe:
-        following = export_command(config.weights, config.imgsz)
+        include = TARGETS[target_of_recipe(predict.recipe).name].include
+        following = export_command(config.weights, config.imgsz, include)
     else:
         size = typed_sides(config.imgsz)
         following = command('qat.py', 'quantize', '--weights', config.weights, '--data', config.data, '--imgsz', *size)

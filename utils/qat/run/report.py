@@ -9,6 +9,7 @@ from matplotlib.ticker import MaxNLocator
 
 from utils.qat.config.qat import QuantizeConfig
 from utils.qat.config.settings import closing, typed_words
+from utils.qat.config.tables import TARGETS
 from utils.qat.core.command import export_command, repeated
 from utils.qat.core.files import write_document, write_json, write_picture
 from utils.qat.core.machine import machine_table
@@ -256,7 +257,9 @@ def write_report(folder: Path, report: dict[str, Any], pictures: bool = True) ->
     images = ', '.join(f'{n} of {name}' for name, n in report['images'].items())
     made = [c['file'] for c in (report['best'], report.get('adapted'), report['ptq'], *report['epochs']) if c]
     files = [DELIVERED, *made] if made else []
-    following = export_command(folder / DELIVERED, settings['imgsz']) if made else None
+    following = (
+        export_command(folder / DELIVERED, settings['imgsz'], TARGETS[settings['target']].include) if made else None
+    )
     write_document(
         folder / 'report.md',
         f'{Path(settings["weights"]).name} in INT8',

@@ -248,10 +248,8 @@ def _text(value: str | bytes) -> str:
 
 def _cpu_clock_and_memory() -> dict[str, int]:
     """Return the largest clock of the CPU and the memory of the machine, as far as known."""
-    try:
-        psutil = importlib.import_module('psutil')
-    except ImportError:
-        return {}
+    import psutil  # here, because `-h` must not load it
+
     clock = psutil.cpu_freq() if clock_scales() else None
     return {
         **({'cpu_clock_max_mhz': round(clock.max)} if clock and clock.max else {}),

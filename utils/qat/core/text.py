@@ -6,11 +6,8 @@ import re
 import unicodedata
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from urllib.parse import quote
-
-if TYPE_CHECKING:
-    pass
 
 JOINERS = '\u200c\u200d'  # between letters of Persian and Hindi, and in emoji
 # Categories of Unicode: control, format (bidirectional among them), half a character, line and paragraph separators

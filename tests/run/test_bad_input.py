@@ -119,7 +119,7 @@ export_qat.py --weights {quantized} --imgsz 64
 export_yoloV9.py -w {single}
     -s 100                             | --size 100: must be multiples of 32, the stride of the model, such as 96 or 128
     -s 64 70                           | --size 64 70: must be multiples
-    -s 0                               | --size 0: must be multiples of 32, the stride of the model, such as 32
+    -s 0                               | --size 0 0: must be 32 or more
     -s 64 64 64                        | --size 64 64 64: one number, or height and width
     --dynamic --batch 4                | --dynamic, --batch 4: give one of the two
     --batch 0                          | --batch 0: must be 1 or more

@@ -238,7 +238,10 @@ class DeepStreamConfig(OnnxConfig):
 
     weights: Path = option(MISSING, 'quantized or float checkpoint (.pt); auxiliary branches are left out', '-w')
     size: Sides = option(  # None until the model is known
-        None, 'height and width in pixels, or one number for both; default: that of the quantization, else 640', '-s'
+        None,
+        'height and width in pixels, or one number for both; default: that of the quantization, else 640',
+        '-s',
+        allowed=Range(32),
     )
     _: KW_ONLY
     batch: int = option(1, 'images per run of a graph with a fixed batch', allowed=Range(1))

@@ -3,6 +3,7 @@
 Half of the changes know the format, so that they get past the first look at a file; the others are those of `damage`.
 """
 
+import contextlib
 import io
 import json
 import pickletools
@@ -14,53 +15,13 @@ import numpy as np
 import onnx
 import yaml
 from faults import pickle_in, with_pickle
+from google.protobuf import json_format
 from graphs import behind_functions
-from onnx import AttributeProto, helper
 
-ODD = (
-    *(
-        None,
-        True,
-        False,
-        0,
-        1,
-        -1,
-        3,
-        1 << 70,
-        0.5,
-        -0.0,
-        1e308,
-        float('nan'),
-        float('inf'),
-        '',
-        'x',
-        'ä\0\n',
-        '../../x',
-    ),
-    *('9' * 400, [], {}, [None], [[]], {'x': 1}, {'': None}, [1, 'x']),
-)
-WORDS = (
-    *(
-        'nan',
-        '-inf',
-        'inf',
-        '-1',
-        '1e400',
-        '',
-        'x',
-        '0x1',
-        '1_0',
-        '٣',
-        '1.0.0',
-        '9' * 400,
-        '1e-400',
-        '-0',
-        '#',
-        '0,5',
-        '\0',
-    ),
-    *('1e30', '"', '- '),
-)
+NUMBERS = 0, 1, -1, 3, 1 << 70, 0.5, -0.0, 1e308, float('nan'), float('inf')
+PARTS = [], {}, [None], [[]], {'x': 1}, {'': None}, [1, 'x']
+ODD = None, True, False, *NUMBERS, *PARTS, '', 'x', 'ä\0\n', '../../x', '9' * 400
+WORDS = *'nan -inf inf -1 1e400 x 0x1 1_0 ٣ 1.0.0 1e-400 -0 # 0,5 \0 1e30 "'.split(' '), '', '9' * 400, '- '
 
 
 def mutated(kind, whole, chance):
@@ -227,72 +188,17 @@ def change_pickle(pickled, chance):
 
 
 def change_onnx(whole, chance):
-    """One field of the graph: of a node, an attribute, weights, an input or output, the metadata, the versions."""
-    model = onnx.load_from_string(whole)
-    graph, size = model.graph, chance.choice((0, 1, -1, 7, 1 << 40, -(1 << 63)))
-    node, weights = chance.choice(graph.node), chance.choice(graph.initializer)
-    attribute = chance.choice([a for n in graph.node for a in n.attribute])
-    values = [v for v in (*graph.input, *graph.output) if v.type.tensor_type.shape.dim]
-    value, dim = chance.choice(values), chance.choice([d for v in values for d in v.type.tensor_type.shape.dim])
-    names = [name for n in graph.node for name in (*n.input, *n.output)]
-    kind, raw = value.type.tensor_type, weights.raw_data
-
-    def moved():
-        graph.node.remove(node)
-        graph.node.insert(0, node)
-
-    def renamed():
-        names_of = chance.choice([part for part in (node.input, node.output) if part] or [graph.node[0].output])
-        names_of[chance.randrange(len(names_of))] = chance.choice((*names, '', 'x'))
-
-    def shaped():
-        weights.dims[:] = chance.choice(([], [size], [size, size], [*weights.dims, 1], [d + 1 for d in weights.dims]))
-
-    def repeated():
-        for field in (graph.node, graph.initializer, graph.input, graph.output, model.metadata_props):
-            if field and chance.random() < 0.4:
-                field.add().CopyFrom(chance.choice(field))
-
-    other = chance.choice((size, [size], [size] * 4, 0.5, float('nan'), 'x', [0.5], weights))
-    operator = chance.choice((*(n.op_type for n in graph.node), '', 'x', 'Identity', 'Loop', 'If'))
-    of_values = {
-        'name': lambda: setattr(value, 'name', 'x'),
-        'element': lambda: setattr(kind, 'elem_type', chance.randrange(25)),
-        'type': lambda: value.ClearField('type'),
-        'dimension': lambda: kind.shape.dim.pop(),
-        'shape': lambda: kind.ClearField('shape'),
-    }
-    of_versions = {
-        'ir': lambda: setattr(model, 'ir_version', size),
-        'opset': lambda: setattr(model.opset_import[0], 'version', size),
-        'domain': lambda: setattr(model.opset_import[0], 'domain', 'x'),
-        'none': lambda: model.ClearField('opset_import'),
-    }
-    changes = {
-        'attribute': lambda: attribute.CopyFrom(helper.make_attribute(attribute.name, other)),
-        'type of an attribute': lambda: setattr(
-            attribute, 'type', chance.choice(AttributeProto.AttributeType.values())
-        ),
-        'metadata': lambda: setattr(chance.choice(model.metadata_props), 'value', str(chance.choice((*ODD, *WORDS)))),
-        'node gone': lambda: graph.node.remove(node),
-        'moved': moved,
-        'renamed': renamed,
-        'operator': lambda: setattr(node, 'op_type', operator),
-        'shape of weights': shaped,
-        'type of weights': lambda: setattr(weights, 'data_type', chance.randrange(25)),
-        'weights': lambda: setattr(
-            weights, 'raw_data', chance.choice((b'', raw[:-1], raw * 2, chance.randbytes(len(raw))))
-        ),
-        'size': lambda: setattr(dim, 'dim_value', size),
-        'name of a size': lambda: setattr(dim, 'dim_param', chance.choice(('', 'x', 'batch'))),
-        'value': chance.choice([*of_values.values()]),
-        'version': chance.choice([*of_versions.values()]),
-        'functions': lambda: behind_functions(model, node, *chance.choice(((2, 40), (1, 3000), (1, 2)))),
-        'repeated': repeated,
-    }
-    what = chance.choice([*changes])
-    changes[what]()
-    return f'{what} ({node.name}, {weights.name}, {size})', model.SerializeToString()
+    """One value of the graph as a tree, or a node behind functions that call each other."""
+    if chance.random() < 0.1:
+        model = onnx.load_from_string(whole)
+        calls, depth = chance.choice(((2, 40), (1, 3000), (1, 2)))
+        behind_functions(model, chance.choice(model.graph.node), calls, depth)
+        return f'{depth} functions', model.SerializeToString()
+    while True:
+        tree = json_format.MessageToDict(onnx.load_from_string(whole))
+        what = change_tree(tree, chance)
+        with contextlib.suppress(json_format.ParseError):  # the field cannot hold this value: another change
+            return what, json_format.ParseDict(tree, onnx.ModelProto()).SerializeToString()
 
 
 # ---- images ---------------------------------------------------------------------------------------------------------------------

@@ -175,7 +175,7 @@ def test_what_is_drawn():
 
 @pytest.mark.parametrize('shape', [(256, 256), (97, 160), (500, 31), (40, 30)], ids=str)
 def test_masks_are_where_the_objects_are(shape):
-    """Of an image that is larger or smaller: a mask of the left half of its box."""
+    """Images are larger or smaller than the model's; the mask is the left half of its box."""
     height, width = shape
     _, place = client.letterbox(np.zeros((*shape, 3), np.uint8), (SIZE, SIZE))
     (_, gain), (left, top) = place[1]
@@ -221,7 +221,7 @@ def started(folder, *arguments, code=0, largest=resource.RLIM_INFINITY):
 
 
 def lines(file, path, conf):
-    """What the command prints of an image."""
+    """Lines that the command prints of an image."""
     found = [
         f'{Path(path).name}: {int(n)} {score:.3f}  {" ".join(f"{x:.1f}" for x in box)}'
         for *box, score, n in detected(file, path, conf).tolist()

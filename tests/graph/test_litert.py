@@ -74,7 +74,7 @@ def with_metadata(file, member=METADATA, content=b'{"stride": "32", "names": "{0
 
 
 def test_metadata_are_texts(tmp_path):
-    """Of Ultralytics' files as well, whose values are of any type."""
+    """Values of Ultralytics' files, which are of any type, become texts too."""
     assert read_metadata(with_metadata(tmp_path / 'a.tflite')) == {'stride': '32', 'names': "{0: 'a'}"}
     other = with_metadata(tmp_path / 'b.tflite', content=json.dumps({'stride': 32, 'names': {'0': 'a'}}))
     assert read_metadata(other) == {'stride': '32', 'names': "{0: 'a'}"}
@@ -87,7 +87,7 @@ def test_metadata_that_are_none_are_left_out(content, tmp_path):
 
 
 class Read:
-    """What LiteRT says of a file: its operators as (name, tensors), tensors with their type, scales, zero points and values."""
+    """The operators of a file as LiteRT lists them, (name, tensors), tensors with their type, scales, zero points and values."""
 
     def __init__(self, file):
         self.session = LiteRT(file, CPU)
@@ -205,12 +205,33 @@ def written(small, tmp_path_factory):
 
 @needs_litert
 @pytest.mark.parametrize('share', [0, 0.1, 0.9])
-def test_a_file_that_is_cut_short_is_refused_in_one_line(share, written, small, capfd, tmp_path):
+@pytest.mark.parametrize('command', ['val_trt.py', 'scripts/infer_onnx.py'])
+def test_a_file_that_is_cut_short_is_refused_in_one_line(command, share, written, small, capfd, tmp_path):
     cut = tmp_path / 'cut.tflite'
     cut.write_bytes(written.read_bytes()[: int(share * written.stat().st_size)])
-    argv = '--weights', cut, '--data', small.data, '--imgsz', SIDE, '--device', 'cpu', '--project', tmp_path / 'runs'
-    code, line = answer('val_trt.py', argv, capfd, tmp_path, leaves=['runs'])
+    scored = '--weights', cut, '--data', small.data, '--imgsz', SIDE, '--project', tmp_path / 'runs'
+    argv = {'val_trt.py': scored, 'scripts/infer_onnx.py': (cut, an_image(small))}[command]
+    code, line = answer(command, (*argv, '--device', 'cpu'), capfd, tmp_path, leaves=['runs'])
     assert code == 2 and f'{cut}: LiteRT' in line
+
+
+def an_image(small):
+    return min((small.data.parent / 'images/val').iterdir())
+
+
+def found_in(model, image):
+    """Detections that infer_onnx.py prints of an image: [n, 6], class, score, box in pixels."""
+    argv = model, image, '--imgsz', SIDE, '--conf-thres', 0.02, '--device', 'cpu'
+    lines = command('scripts/infer_onnx.py', *argv).splitlines()
+    return np.float32([line.split()[1:] for line in lines if line.startswith(f'{image.name}: ')])
+
+
+@needs_litert
+def test_the_client_finds_in_it_what_it_finds_in_the_checkpoint(written, small):
+    """The printed digits may differ in the last one: other kernels add up in another order."""
+    ours, theirs = (found_in(model, an_image(small)) for model in (written, small.single))
+    assert len(ours) > 3 and ours.shape == theirs.shape
+    assert np.abs(ours - theirs).max(0).tolist() <= [0, 0.0021, *[0.21] * 4]
 
 
 @needs_litert

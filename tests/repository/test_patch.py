@@ -33,7 +33,7 @@ def contents(folder):
 
 
 def everything(folder):
-    """What `contents` says of the files, and which folders there are."""
+    """The `contents` of a folder, and the folders in it."""
     return contents(folder), {str(path.relative_to(folder)) for path in folder.rglob('*') if path.is_dir()}
 
 

@@ -259,7 +259,7 @@ def files(small, tmp_path_factory):
 
 @pytest.fixture(scope='module')
 def given(small, files, wrong, tmp_path_factory):
-    """What the {names} of CASES stand for, but for {out}."""
+    """Values of the {names} in CASES, but for {out}."""
     folder = tmp_path_factory.mktemp('others')
     export_end2end(files / 'int8.onnx', wrong / 'plugin.onnx', Nms('plugin'))
     torch.save({'model': segmenter(), 'ema': None}, folder / 'segmenter.pt')

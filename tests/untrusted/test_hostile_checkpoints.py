@@ -320,6 +320,80 @@ def test_tensors_stay_within_their_data(name, tmp_path):
     refused(file, [lambda file: read_values(file, '--weights')])
 
 
+HOOKS = called(named('collections.OrderedDict'))
+WHOLE = {  # pickles of objects that are read
+    'a list': b']',
+    'a dictionary': b'}',
+    'a set': called(named('builtins.set'), b'](K\1e'),
+    'a size': called(named('torch.Size'), many(b'K\1', b'K\2')),
+    'a device': called(named('torch.device'), text('cpu')),
+    'a path': called(named('pathlib.PosixPath'), text('a')),
+    'bytes': called(named('_codecs.encode'), text('a'), text('latin1')),
+    'a tensor': tensor(),
+    'a parameter': called(named('torch._utils._rebuild_parameter'), tensor(), b'\x88', HOOKS),
+    'a type of NumPy': dtype('f4', '<', *MINUS, b'K\0'),
+    'an ordered dictionary': HOOKS,
+    'a namespace': made('argparse.Namespace'),
+}
+MORE = {
+    'an attribute': mapping(x=b'N') + b'b',
+    'an attribute that is called': mapping(x=called(named('os.system'), text('ls'))) + b'b',
+    'an item': text('x') + b'Ns',
+    'items': b'(' + text('x') + b'Nu',
+    'attributes twice': 2 * (mapping(x=b'N') + b'b'),
+}
+TAKES = {  # what else an object of these may have
+    'a dictionary': {'an item', 'items'},
+    'an ordered dictionary': {'an attribute', 'an item', 'items'},
+    'a namespace': {'an attribute'},
+}
+
+
+OTHERWISE = {b'R': b'\x81', b'\x81': b'R'}  # called or made without a constructor
+
+
+@pytest.mark.parametrize('name', WHOLE)
+def test_an_object_takes_only_what_its_kind_has_and_is_made_in_one_way(name, tmp_path):
+    whole, file = WHOLE[name], tmp_path / 'weights.pt'
+    found = {what: whole + more for what, more in {'nothing more': b'', **MORE}.items()}
+    if whole[-1:] in OTHERWISE:
+        found['made otherwise'] = whole[:-1] + OTHERWISE[whole[-1:]]
+    for what, content in found.items():
+        file.write_bytes(alone(content))
+        if what in ('nothing more', *TAKES.get(name, ())):
+            read_values(file, '--weights')
+        else:
+            with pytest.raises(QatError, match='an object that (takes|has) none|that do not fit|asks for os.system'):
+                read_values(file, '--weights')
+
+
+def lists(depth, width):
+    """The pickle of `depth` lists in each other, each with the one within `width` times, of few bytes."""
+    inner = b']'
+    for i in range(depth - 1):
+        inner += bytes([ord('q'), i, ord('0')]) + b'](' + bytes([ord('h'), i]) * width + b'e'
+    return inner
+
+
+@pytest.mark.parametrize(
+    'most, more, says',
+    [
+        (lists(100, 1), lists(101, 1), 'nested more than 100 deep'),
+        (lists(20, 2), lists(22, 2), 'more than 4000000 values'),
+        (lists(1, 0), b']q\0h\0a', 'contains itself'),
+    ],
+    ids=['depth', 'values', 'itself'],
+)
+def test_the_limits_of_depth_and_of_values(most, more, says, tmp_path):
+    """Values count as often as they are used: 2^22 of them take a few bytes."""
+    file = tmp_path / 'weights.pt'
+    file.write_bytes(alone(most))
+    assert type(read_values(file, '--weights')) is list
+    file.write_bytes(alone(more))
+    with pytest.raises(QatError, match=says):
+        read_values(file, '--weights')
+
+
 def test_many_tensors_over_the_same_data(tmp_path):
     """Each tensor is small in the file, and as large as all data after conversion."""
     (tmp_path / 'weights.pt').write_bytes(alone(many(*[tensor()] * 3)))

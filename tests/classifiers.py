@@ -15,17 +15,10 @@ from models.quantize.calibration.ptq import prepare
 CLASSES = 7
 SIZE = 64
 # one of each kind of network; the larger ones of a kind have the same blocks
-NETWORKS = (
-    'resnet18',
-    'resnet50',
-    'mobilenet_v2',
-    'mobilenet_v3_small',
-    'efficientnet_b0',
-    'regnet_x_400mf',
-    'regnet_y_400mf',
-    'convnext_tiny',
-    'yolo',
-)
+NETWORKS = """
+    resnet18 resnet50 mobilenet_v2 mobilenet_v3_small efficientnet_b0 regnet_x_400mf regnet_y_400mf
+    convnext_tiny yolo
+""".split()
 
 
 @torch.no_grad()

@@ -190,4 +190,4 @@ def pytest_terminal_summary(terminalreporter, config):
 
 # fixtures, which need the tree on sys.path
 from faults import Forker, material, told  # noqa: E402, F401
-from zoo import demo, demo_seg, small  # noqa: E402, F401
+from zoo import demo, demo_seg, exports, small  # noqa: E402, F401

@@ -11,18 +11,10 @@ import tempfile
 import types
 from pathlib import Path
 
-LIBRARIES = [
-    'cv2',
-    'numpy',
-    'onnx',
-    'onnxruntime',
-    'pandas',
-    'requests',
-    'seaborn',
-    'torch.utils.data',
-    'torch.utils.tensorboard',
-    'torchvision.transforms.functional',
-]
+LIBRARIES = """
+    cv2 numpy onnx onnxruntime pandas requests seaborn torch.utils.data torch.utils.tensorboard
+    torchvision.transforms.functional
+""".split()
 TESTS = Path(__file__).parent
 START = multiprocessing.get_context('forkserver')
 START.set_forkserver_preload(LIBRARIES)

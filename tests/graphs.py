@@ -46,12 +46,29 @@ def nodes_of(text, scale='scale', zero='zero'):
     return made
 
 
-def graph_of(nodes, outputs=('y',), initializers=None, shape=(2, 3), returns=None, opset=17, given=FLOAT):
-    """A checked model that reads `x` (`given`: its element type) and returns `outputs`, FP32 of shape `returns`.
+def model_of(nodes, inputs, outputs, values=(), opset=17, **metadata):
+    """A model that nobody checked. nodes: a list, or a text, see nodes_of.
 
-    nodes: a list, or a text, see nodes_of.
+    inputs, outputs: name → list of the axes of a FP32 tensor, or (type, axes). values: name → array, of which those that are read are in it.
     """
     nodes = nodes_of(nodes) if isinstance(nodes, str) else nodes
+    read = {name for node in nodes for name in node.input} - {name for node in nodes for name in node.output}
+    given, returned = (
+        [
+            helper.make_tensor_value_info(name, *(of if isinstance(of, tuple) else (FLOAT, of)))
+            for name, of in part.items()
+        ]
+        for part in (inputs, outputs)
+    )
+    stored = [numpy_helper.from_array(np.asarray(v), k) for k, v in dict(values).items() if k in read]
+    graph = helper.make_graph(nodes, 'by hand', given, returned, stored)
+    model = helper.make_model(graph, opset_imports=[helper.make_opsetid('', opset)], ir_version=8)
+    helper.set_model_props(model, metadata)
+    return model
+
+
+def graph_of(nodes, outputs=('y',), initializers=None, shape=(2, 3), returns=None, opset=17, given=FLOAT):
+    """A checked model that reads `x` (`given`: its element type) and returns `outputs`, FP32 of shape `returns`."""
     values = {
         'scale': np.float32(0.1),
         'same scale': np.float32(0.1),
@@ -61,15 +78,7 @@ def graph_of(nodes, outputs=('y',), initializers=None, shape=(2, 3), returns=Non
         'weight': np.linspace(-1, 1, 9, dtype=np.float32).reshape(3, 3),
         **(initializers or {}),
     }
-    used = {name for node in nodes for name in node.input}
-    graph = helper.make_graph(
-        nodes,
-        'by hand',
-        [helper.make_tensor_value_info('x', given, shape)],
-        [helper.make_tensor_value_info(name, FLOAT, returns or shape) for name in outputs],
-        [numpy_helper.from_array(np.asarray(v), k) for k, v in values.items() if k in used],
-    )
-    model = helper.make_model(graph, opset_imports=[helper.make_opsetid('', opset)], ir_version=8)
+    model = model_of(nodes, {'x': (given, shape)}, {name: list(returns or shape) for name in outputs}, values, opset)
     onnx.checker.check_model(model)
     return model
 

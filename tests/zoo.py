@@ -8,6 +8,7 @@ import fcntl
 import importlib.util
 import io
 import os
+import shutil
 import subprocess
 import sys
 from dataclasses import dataclass
@@ -22,6 +23,7 @@ from models.yolo import DetectionModel, SegmentationModel
 from utils.loss_tal_dual import ComputeLoss
 
 from models.deploy.formats.format import Export, load_format
+from models.deploy.formats.onnx import export_onnx
 from models.quantize import checkpoint
 from models.quantize.blocks import is_quantized
 from models.quantize.calibration.calibrate import fit_ranges
@@ -140,19 +142,9 @@ def state(model):
 
 def settings(**changes):
     """A QuantizeConfig for tests; the files it names are not read."""
-    return QuantizeConfig(
-        **{
-            'weights': Path('w.pt'),
-            'data': Path('d.yaml'),
-            'workers': 0,
-            'batch_size': 4,
-            'imgsz': 128,
-            'calib_images': 8,
-            'amp': 'off',
-            'calib_method': 'mse',
-            **changes,
-        }
-    )
+    files = {'weights': Path('w.pt'), 'data': Path('d.yaml')}
+    quick = {'batch_size': 4, 'imgsz': 128, 'calib_images': 8, 'calib_method': 'mse', 'amp': 'off', 'workers': 0}
+    return QuantizeConfig(**{**files, **quick, **changes})
 
 
 def deployed(name, model, path, **options):
@@ -178,11 +170,8 @@ def command(file, *arguments, code=0):
 
     Fails unless it exits with `code`.
     """
-    said, before, argv = (
-        io.TextIOWrapper(io.BytesIO(), 'utf-8', write_through=True),
-        os.getcwd(),
-        [str(a) for a in arguments],
-    )
+    said = io.TextIOWrapper(io.BytesIO(), 'utf-8', write_through=True)
+    before, argv = os.getcwd(), [str(a) for a in arguments]
     os.chdir(TREE)
     try:
         with contextlib.redirect_stdout(said), contextlib.redirect_stderr(said), pytest.MonkeyPatch.context() as patch:
@@ -349,6 +338,21 @@ def demo_seg(tmp_path_factory):
 @pytest.fixture(scope='session')
 def small(tmp_path_factory):
     return once(tmp_path_factory, make_small)
+
+
+@pytest.fixture(scope='session')
+def exports(small, tmp_path_factory):
+    """A folder with float.{pt,onnx} and int8.{pt,onnx} of `small`, of open batch, and half.onnx, INT8 and FP16 of batch 1. Do not write to it."""
+    folder = tmp_path_factory.mktemp('exports')
+    for name, model, options in (
+        ('float', small.float_model(), {'dynamic': True}),
+        ('int8', small.quantized_model(), {'dynamic': True}),
+        ('half', small.quantized_model(), {'half': True, 'opset': 19}),
+    ):
+        export_onnx(model, folder / f'{name}.onnx', (SIZE, SIZE), **options)
+    shutil.copy(small.single, folder / 'float.pt')
+    shutil.copy(small.quantized, folder / 'int8.pt')
+    return folder
 
 
 def interrupted_run(weights, data, project, name, size=64):

@@ -7,6 +7,7 @@ import inspect
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -20,10 +21,10 @@ import onnxruntime
 import pytest
 import torch
 from conftest import TREE
-from onnx import TensorProto, helper, numpy_helper
+from graphs import model_of
+from onnx import TensorProto
 from zoo import program
 
-from models.deploy.formats.onnx import export_onnx
 from models.quantize.checkpoint import CheckpointFile
 from utils.qat.backends.pytorch import TorchModel
 from utils.qat.benchmark.measured import Conditions, Measurement
@@ -45,22 +46,10 @@ SIZE = 64  # pixels
 
 
 @pytest.fixture(scope='module')
-def files(small, tmp_path_factory):
-    """Folder with demo.{pt,onnx} (float) and int8.{pt,onnx}, both of open batch, and two files without a checkpoint.
-
-    half.onnx is INT8 and FP16 of batch 1; net.onnx is a classifier of open image size.
-    """
-    folder = tmp_path_factory.mktemp('models')
-    for name, model, options in (
-        ('demo', small.float_model(), {'dynamic': True}),
-        ('int8', small.quantized_model(), {'dynamic': True}),
-        ('half', small.quantized_model(), {'half': True, 'opset': 19}),
-    ):
-        export_onnx(model, folder / f'{name}.onnx', (SIZE, SIZE), **options)
-    (folder / 'demo.pt').write_bytes(small.single.read_bytes())
-    (folder / 'int8.pt').write_bytes(small.quantized.read_bytes())
-    axes = {'image': {0: 'n', 2: 'h', 3: 'w'}, 'scores': {0: 'n'}}
-    export(classifier(), folder / 'net.onnx', axes)
+def files(exports, tmp_path_factory):
+    """The exports, and net.onnx, a classifier of open image size without a checkpoint."""
+    folder = shutil.copytree(exports, tmp_path_factory.mktemp('models') / 'exports')
+    export(classifier(), folder / 'net.onnx', {'image': {0: 'n', 2: 'h', 3: 'w'}, 'scores': {0: 'n'}})
     return folder
 
 
@@ -127,7 +116,7 @@ def test_statistics_are_numpys(samples):
 
 
 def test_figures_of_a_measurement_belong_together(files):
-    timing = Timing(opened(files / 'demo.onnx', 'onnxruntime'))
+    timing = Timing(opened(files / 'float.onnx', 'onnxruntime'))
     for _ in range(2):
         timing.turn(warmup=0, duration=0.001, least=5)
     found = timing.figures()
@@ -142,7 +131,7 @@ def test_figures_of_a_measurement_belong_together(files):
 def test_every_query_in_line_is_waited_for(files, monkeypatch):
     waited = []
     monkeypatch.setattr(HostEvent, 'synchronize', lambda event: waited.append(event.seconds))
-    queries, seconds, computing = in_line(opened(files / 'demo.onnx', 'onnxruntime'), 0.001, 10)
+    queries, seconds, computing = in_line(opened(files / 'float.onnx', 'onnxruntime'), 0.001, 10)
     assert queries == len(waited) >= 10 and waited == sorted(waited) and 0 < computing <= seconds
 
 
@@ -153,77 +142,41 @@ def test_parameters_are_those_of_the_module(files, small):
     net = described(files / 'net.onnx')
     assert net.parameters == sum(p.numel() for p in classifier().parameters()) and net.layers == 5
     own = sum(p.numel() for p in small.float_model().parameters())
-    models = [described(files / f'{name}.onnx') for name in ('demo', 'int8', 'half')]
+    models = [described(files / f'{name}.onnx') for name in ('float', 'int8', 'half')]
     assert [m.parameters for m in models[:2]] == [own + 3] * 2, 'the exporter writes the three strides as a constant'
     assert [m.types for m in models] == ['FP32', 'INT8 and FP32', 'INT8 and FP16']
 
 
-def by_hand(folder, nodes, inputs, constants, rank):
+def by_hand(folder, nodes, inputs, rank, constants=()):
     """ONNX file of `nodes` that returns 'y' of so many axes. inputs: {name: (type, shape)}."""
-    graph = helper.make_graph(
-        nodes,
-        'by hand',
-        [helper.make_tensor_value_info(name, *what) for name, what in inputs.items()],
-        [helper.make_tensor_value_info('y', TensorProto.FLOAT, [None] * rank)],
-        [numpy_helper.from_array(v, k) for k, v in constants.items()],
-    )
-    file = folder / 'by hand.onnx'
-    onnx.save(helper.make_model(graph, opset_imports=[helper.make_opsetid('', 17)], ir_version=8), file)
-    return file
+    onnx.save(model_of(nodes, inputs, {'y': [None] * rank}, constants), folder / 'by hand.onnx')
+    return folder / 'by hand.onnx'
 
 
 def test_weights_stored_in_int8_are_parameters_and_scales_are_not(tmp_path):
-    constants = {
-        'w': np.ones((4, 3, 1, 1), np.int8),
-        'ws': np.ones(4, np.float32),
-        'wz': np.zeros(4, np.int8),
-        'b': np.ones(4, np.int32),
-        'bz': np.zeros(4, np.int32),
-        's': np.float32(0.1),
-        'z': np.int8(0),
-        'shape': np.int64([0, -1]),
-    }
-    file = by_hand(
-        tmp_path,
-        [
-            helper.make_node('QuantizeLinear', ['x', 's', 'z'], ['q']),
-            helper.make_node('DequantizeLinear', ['q', 's', 'z'], ['d']),
-            helper.make_node('DequantizeLinear', ['w', 'ws', 'wz'], ['dw'], axis=0),
-            helper.make_node('DequantizeLinear', ['b', 'ws', 'bz'], ['db'], axis=0),
-            helper.make_node('Conv', ['d', 'dw', 'db'], ['c']),
-            helper.make_node('Reshape', ['c', 'shape'], ['y']),
-        ],
-        {'x': (TensorProto.FLOAT, ('n', 3, 8, 8))},
-        constants,
-        rank=2,
-    )
-    net = described(file)
+    nodes = """
+        q = QuantizeLinear(x, s, z) d = DequantizeLinear(q, s, z)
+        dw = DequantizeLinear<axis = 0>(w, ws, wz) db = DequantizeLinear<axis = 0>(b, ws, bz)
+        c = Conv(d, dw, db) y = Reshape(c, shape)"""
+    constants = {'w': np.ones((4, 3, 1, 1), np.int8), 'b': np.ones(4, np.int32), 'shape': np.int64([0, -1])}
+    constants |= {'ws': np.ones(4, np.float32), 'wz': np.zeros(4, np.int8), 'bz': np.zeros(4, np.int32)}
+    constants |= {'s': np.float32(0.1), 'z': np.int8(0)}
+    net = described(by_hand(tmp_path, nodes, {'x': ['n', 3, 8, 8]}, 2, constants))
     assert (net.parameters, net.layers, net.precision, net.batches) == (4 * 3 + 4, 2, 'int8', BATCHES)
 
 
 def test_inputs_of_several_types_and_ranks(tmp_path):
     """A batch of tokens, a flag per token and a single factor: integers are ones, which every table of tokens has."""
-    nodes = [
-        helper.make_node('Gather', ['table', 'tokens'], ['e']),
-        helper.make_node('Mul', ['e', 'factor'], ['f']),
-        helper.make_node('Where', ['mask', 'f', 'e'], ['y']),
-    ]
-    given = {
-        'tokens': (TensorProto.INT64, ('n', 7)),
-        'mask': (TensorProto.BOOL, ('n', 7, 1)),
-        'factor': (TensorProto.FLOAT, ()),
-    }
-    file = by_hand(tmp_path, nodes, given, {'table': np.ones((2, 4), np.float32)}, rank=3)
-    net = described(file)
-    inputs = shapes_of(net.inputs, 3, None, file)
+    nodes = 'e = Gather(table, tokens) f = Mul(e, factor) y = Where(mask, f, e)'
+    given = {'tokens': (TensorProto.INT64, ['n', 7]), 'mask': (TensorProto.BOOL, ['n', 7, 1]), 'factor': []}
+    file = by_hand(tmp_path, nodes, given, 3, {'table': np.ones((2, 4), np.float32)})
+    inputs = shapes_of(described(file).inputs, 3, None, file)
     assert inputs == {'tokens': (torch.int64, (3, 7)), 'mask': (torch.bool, (3, 7, 1)), 'factor': (torch.float32, ())}
     assert opened(file, 'onnxruntime', inputs).binding.get_outputs()[0].shape() == [3, 7, 4]
 
 
 def test_an_axis_that_is_neither_batch_nor_image_size_is_refused(tmp_path):
-    file = by_hand(
-        tmp_path, [helper.make_node('Relu', ['x'], ['y'])], {'x': (TensorProto.FLOAT, ('n', 'length'))}, {}, rank=2
-    )
+    file = by_hand(tmp_path, 'y = Relu(x)', {'x': ['n', 'length']}, 2)
     with pytest.raises(QatError, match=r'by hand.onnx: input x \[None, None\] has an open axis'):
         shapes_of(described(file).inputs, 1, None, file)
 
@@ -233,10 +186,10 @@ def test_an_axis_that_is_neither_batch_nor_image_size_is_refused(tmp_path):
 
 def test_what_is_measured_is_the_described(files):
     inputs = {'images': (torch.float32, (2, 3, SIZE, SIZE))}
-    exported, eager = opened(files / 'demo.onnx', 'onnxruntime', inputs), opened(files / 'demo.pt', 'pytorch', inputs)
+    exported, eager = opened(files / 'float.onnx', 'onnxruntime', inputs), opened(files / 'float.pt', 'pytorch', inputs)
     images = exported.inputs['images']
     assert torch.equal(images, eager.inputs['images']) and images.std() > 0.2
-    session = onnxruntime.InferenceSession(files / 'demo.onnx', providers=['CPUExecutionProvider'])
+    session = onnxruntime.InferenceSession(files / 'float.onnx', providers=['CPUExecutionProvider'])
     wanted = session.run(None, {'images': images.numpy()})[0]
     np.testing.assert_allclose(exported.binding.copy_outputs_to_cpu()[0], wanted, rtol=1e-3, atol=1e-3)
     np.testing.assert_allclose(eager.outputs[0], wanted, rtol=1e-3, atol=1e-2)
@@ -246,9 +199,9 @@ def test_what_is_measured_is_the_described(files):
 @pytest.mark.parametrize(
     'file, backend, types',
     [
-        ('demo.pt', 'pytorch', ['FP32']),
+        ('float.pt', 'pytorch', ['FP32']),
         ('int8.pt', 'pytorch', ['INT8 simulated']),
-        ('demo.onnx', 'onnxruntime', ['FP32']),
+        ('float.onnx', 'onnxruntime', ['FP32']),
         ('int8.onnx', 'onnxruntime', ['INT8 simulated']),
         # the latter as long as its fused Concat does not load FP16 scales
         ('half.onnx', 'onnxruntime', ['INT8 simulated', 'INT8 and FP16, Q/DQ not fused']),
@@ -286,11 +239,11 @@ def swept(files, names, **options):
 
 @needs_openvino
 def test_by_default_all_that_can_run_here_is_measured(files):
-    found, out = swept(files, ['demo.onnx', 'int8.onnx', 'half.onnx', 'int8.pt'])
+    found, out = swept(files, ['float.onnx', 'int8.onnx', 'half.onnx', 'int8.pt'])
     ours = [
-        ('demo.onnx', 'onnxruntime', 'fp32'),
-        *[('demo.onnx', 'openvino', precision) for precision in FLOATS],
-        ('demo.pt', 'pytorch', 'fp32'),
+        ('float.onnx', 'onnxruntime', 'fp32'),
+        *[('float.onnx', 'openvino', precision) for precision in FLOATS],
+        ('float.pt', 'pytorch', 'fp32'),
         ('int8.onnx', 'onnxruntime', 'int8'),
         ('int8.onnx', 'openvino', 'int8'),
     ]
@@ -310,7 +263,7 @@ def test_by_default_all_that_can_run_here_is_measured(files):
 
 @needs_openvino
 def test_a_checkpoint_of_another_precision_is_not_taken_for_the_file(files, tmp_path):
-    for name, source in (('a.onnx', 'demo.onnx'), ('a.pt', 'int8.pt')):
+    for name, source in (('a.onnx', 'float.onnx'), ('a.pt', 'int8.pt')):
         (tmp_path / name).write_bytes((files / source).read_bytes())
     found, out = swept(tmp_path, ['a.onnx'], batch=(1,))
     assert {backend for _, backend, *_ in found} == {
@@ -321,12 +274,12 @@ def test_a_checkpoint_of_another_precision_is_not_taken_for_the_file(files, tmp_
 
 def test_a_sweep_leaves_out_what_a_file_cannot_and_says_so(files):
     options = {'precision': ('fp32', 'int8'), 'backend': ('onnxruntime',), 'batch': (1,)}
-    found, out = swept(files, ['demo.onnx', 'int8.onnx'], **options)
-    assert [(name, precision) for name, _, precision, _ in found] == [('demo.onnx', 'fp32'), ('int8.onnx', 'int8')]
-    assert len(out) == 2 and 'demo.onnx has no Q/DQ' in out[0]
+    found, out = swept(files, ['float.onnx', 'int8.onnx'], **options)
+    assert [(name, precision) for name, _, precision, _ in found] == [('float.onnx', 'fp32'), ('int8.onnx', 'int8')]
+    assert len(out) == 2 and 'float.onnx has no Q/DQ' in out[0]
     assert out[1].startswith('--precision fp32: ') and 'int8.onnx is INT8' in out[1]
-    found, out = swept(files, ['half.onnx', 'demo.onnx'], backend=('onnxruntime',), batch=(1, 4))
-    assert [(name, batch) for name, *_, batch in found] == [('half.onnx', 1), ('demo.onnx', 1), ('demo.onnx', 4)]
+    found, out = swept(files, ['half.onnx', 'float.onnx'], backend=('onnxruntime',), batch=(1, 4))
+    assert [(name, batch) for name, *_, batch in found] == [('half.onnx', 1), ('float.onnx', 1), ('float.onnx', 4)]
     assert len(out) == 1 and '--batch 4' in out[0] and 'fixed batch of 1' in out[0]
 
 
@@ -349,7 +302,7 @@ def assert_in_turns(turns):
 
 @needs_openvino
 def test_a_sweep_writes_its_files(files, tmp_path, capsys):
-    models = [files / f'{name}.onnx' for name in ('demo', 'int8', 'net')]
+    models = [files / f'{name}.onnx' for name in ('float', 'int8', 'net')]
     options = f'--imgsz {SIZE} --batch 1,2 --duration 0.1 --warmup 10ms --precision fp32,int8 --name all'
     assert benchmark(models, options, tmp_path) == 0
     out = capsys.readouterr().out
@@ -360,9 +313,9 @@ def test_a_sweep_writes_its_files(files, tmp_path, capsys):
     report = json.loads((folder / 'benchmark.json').read_text())
     rows = [(Path(r['model']).name, r['backend'], r['types'], r['batch']) for r in report['results']]
     ran = [
-        ('demo.onnx', 'ONNX Runtime', 'FP32'),
-        ('demo.onnx', 'OpenVINO', 'FP32'),
-        ('demo.pt', 'PyTorch', 'FP32'),
+        ('float.onnx', 'ONNX Runtime', 'FP32'),
+        ('float.onnx', 'OpenVINO', 'FP32'),
+        ('float.pt', 'PyTorch', 'FP32'),
         ('int8.onnx', 'ONNX Runtime', 'INT8 simulated'),
         ('int8.onnx', 'OpenVINO', 'INT8 and FP32'),
         ('int8.pt', 'PyTorch', 'INT8 simulated'),
@@ -405,7 +358,7 @@ def test_files_of_one_name_are_told_apart(files, tmp_path):
 def test_what_was_measured_before_ctrl_c_is_written(files, tmp_path):
     options = f'--backend onnxruntime --batch 1,2,4 --duration 5 --device cpu --project {tmp_path}'
     running = subprocess.Popen(
-        [sys.executable, 'benchmark_trt.py', str(files / 'demo.onnx'), *options.split()],
+        [sys.executable, 'benchmark_trt.py', str(files / 'float.onnx'), *options.split()],
         cwd=TREE,
         text=True,
         env={**os.environ, 'OMP_NUM_THREADS': '1'},
@@ -459,7 +412,7 @@ def test_an_engine_is_built_once_and_again_for_another_tensorrt(tmp_path, capsys
 @pytest.mark.gpu
 def test_on_a_gpu_transfers_are_measured_too(files, tmp_path):
     options = f'--imgsz {SIZE} --batch 1,2 --duration 1 --device 0'
-    assert benchmark([files / 'demo.pt'], options, tmp_path) == 0
+    assert benchmark([files / 'float.pt'], options, tmp_path) == 0
     results = json.loads((tmp_path / 'exp' / 'benchmark.json').read_text())['results']
     assert [(r['types'], r['batch']) for r in results] == [('FP32', 1), ('FP32', 2), ('FP16', 1), ('FP16', 2)]
     for r in results:

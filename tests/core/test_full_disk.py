@@ -10,11 +10,12 @@ import shutil
 import subprocess
 import sys
 
+import numpy as np
 import onnx
 import pytest
 import zoo
 from conftest import TREE
-from onnx import TensorProto, helper
+from graphs import model_of
 from zoo import program
 
 from test_killed import FORK, arguments, require_alike, require_whole, whole  # noqa: F401  a fixture
@@ -123,11 +124,8 @@ def test_a_disk_of_six_megabytes(demo, whole, small_disk):
 
 def test_a_terminal_that_takes_nothing(tmp_path):
     """/dev/full is a disk without room; a pipe that nobody reads is `| head` when it has enough."""
-    x, y = (helper.make_tensor_value_info(name, TensorProto.FLOAT, [1, 1, 4, 4]) for name in 'xy')
-    weight = helper.make_tensor('w', TensorProto.FLOAT, [1, 1, 1, 1], [1.0])
-    graph = helper.make_graph([helper.make_node('Conv', ['x', 'w'], ['y'])], 'g', [x], [y], [weight])
-    model = helper.make_model(graph, opset_imports=[helper.make_opsetid('', 17)], ir_version=9)
-    onnx.save(model, tmp_path / 'x.onnx')
+    axes, weight = [1, 1, 4, 4], np.ones((1, 1, 1, 1), np.float32)
+    onnx.save(model_of('y = Conv(x, w)', {'x': axes}, {'y': axes}, {'w': weight}), tmp_path / 'x.onnx')
     command = [sys.executable, 'scripts/audit_onnx.py', tmp_path / 'x.onnx']
     with open('/dev/full', 'w') as full:
         done = subprocess.run(command, cwd=TREE, stdout=full, stderr=subprocess.PIPE, text=True)

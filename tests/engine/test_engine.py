@@ -13,7 +13,7 @@ import onnx
 import pytest
 import torch
 from conftest import REPO, TREE
-from graphs import FLOAT, INT8_BLOCK, copy, graph_of, node, with_values
+from graphs import INT8_BLOCK, copy, graph_of, model_of, node, with_values
 from onnx import helper
 from tqdm import tqdm
 from zoo import command, python
@@ -216,16 +216,10 @@ def test_ctrl_c_ends_the_build_and_leaves_nothing(rtx, file):
     assert [p.name for p in path.parent.iterdir()] == ['model.onnx']
 
 
-UNKNOWN_OP = helper.make_model(
-    helper.make_graph(
-        [helper.make_node('NoSuchOp', ['x'], ['y'], name='odd one', domain='mine')],
-        'g',
-        [helper.make_tensor_value_info('x', FLOAT, (1, 4))],
-        [helper.make_tensor_value_info('y', FLOAT, (1, 4))],
-    ),
-    opset_imports=[helper.make_opsetid('', 17), helper.make_opsetid('mine', 1)],
-    ir_version=8,
+UNKNOWN_OP = model_of(
+    [helper.make_node('NoSuchOp', ['x'], ['y'], name='odd one', domain='mine')], {'x': [1, 4]}, {'y': [1, 4]}
 )
+UNKNOWN_OP.opset_import.append(helper.make_opsetid('mine', 1))
 
 
 @pytest.mark.parametrize(

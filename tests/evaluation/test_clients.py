@@ -4,27 +4,14 @@ import cv2
 import numpy as np
 import pytest
 import torch
-from conftest import REPO
 from graphs import run_onnx
 from torchvision.ops import box_iou
-from zoo import Demo, calibrated_demo, program
+from zoo import program
 
-from models import yolo
 from models.deploy.formats.onnx import export_onnx
 from utils.qat.backends.detections import detect
-from utils.qat.core.log import quiet_upstream
 
 SIDE, CONF = 320, 0.4
-
-
-@pytest.fixture(scope='module')
-def demo(tmp_path_factory):
-    """The detector of the demo with its trained weights, and a few of its images."""
-    files = Demo.in_folder(tmp_path_factory.mktemp('clients'))
-    program('demo/make_data.py').make_data(files.data.parent, train=8, val=8)
-    with quiet_upstream():
-        program('demo/weights.py').build(REPO / 'demo' / 'demo-weights.pt', files.single, yolo)
-    return calibrated_demo(files)
 
 
 @pytest.fixture(scope='module')

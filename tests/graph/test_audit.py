@@ -10,8 +10,8 @@ import pytest
 import torch
 from conftest import REPO
 from faults import answer
-from graphs import nodes_of
-from onnx import TensorProto, helper, numpy_helper
+from graphs import model_of, nodes_of
+from onnx import TensorProto, helper
 from torch.utils.flop_counter import FlopCounterMode
 from zoo import command, image, python, settings
 
@@ -44,17 +44,10 @@ VALUES = {
 
 def graph_of(text, outputs=(), values=None, opset=17, dtype=TensorProto.FLOAT, batch=1):
     """A model of a text, see graphs.nodes_of. It returns y and y2, as far as they are made, and `outputs`."""
-    nodes, values = nodes_of(text, 's', 'z'), {**VALUES, **(values or {})}
+    nodes = nodes_of(text, 's', 'z')
     made = {name for n in nodes for name in n.output}
-    used = {name for n in nodes for name in n.input} - made
-    graph = helper.make_graph(
-        nodes,
-        'by hand',
-        [helper.make_tensor_value_info('x', dtype, [batch, C, SIZE, SIZE])],
-        [helper.make_tensor_value_info(n, dtype, [None] * 4) for n in (*sorted({'y', 'y2'} & made), *outputs)],
-        [numpy_helper.from_array(np.asarray(v), k) for k, v in values.items() if k in used],
-    )
-    model = helper.make_model(graph, opset_imports=[helper.make_opsetid('', opset)], ir_version=9)
+    returned = dict.fromkeys((*sorted({'y', 'y2'} & made), *outputs), (dtype, [None] * 4))
+    model = model_of(nodes, {'x': (dtype, [batch, C, SIZE, SIZE])}, returned, {**VALUES, **(values or {})}, opset)
     onnx.checker.check_model(model)
     return model
 
@@ -320,7 +313,7 @@ def test_operators_of_others_are_float():
 
 # ---- whole models -------------------------------------------------------------------------------------------------------
 
-IMGSZ = (96, 96)
+IMGSZ = (64, 64)  # as zoo.exports
 
 
 def free_scales(small):
@@ -331,23 +324,16 @@ def free_scales(small):
 
 
 @pytest.fixture(scope='module')
-def exports(small, tmp_path_factory):
-    """{name: file} of the small model: float; INT8 with free scales; INT8 with tied scales, as traced and in FP16."""
-    folder = tmp_path_factory.mktemp('exports')
-    free, tied = free_scales(small), small.quantized_model()
-    for name, model, options in (
-        ('float', small.float_model(), {}),
-        ('free', free, {}),
-        ('tied', tied, {}),
-        ('half', tied, {'half': True, 'opset': 19}),
-    ):
-        export_onnx(model, folder / f'{name}.onnx', IMGSZ, **options)
-    return {file.stem: file for file in folder.iterdir()}
+def files(small, exports, tmp_path_factory):
+    """{name: file} of the small model: float; INT8 with tied scales, as traced and in FP16; INT8 with free scales."""
+    free = tmp_path_factory.mktemp('free') / 'free.onnx'
+    export_onnx(free_scales(small), free, IMGSZ)
+    return {'float': exports / 'float.onnx', 'tied': exports / 'int8.onnx', 'half': exports / 'half.onnx', 'free': free}
 
 
 @pytest.fixture(scope='module')
-def audits(exports):
-    return {name: audit.audit(load(file)) for name, file in exports.items()}
+def audits(files):
+    return {name: audit.audit(load(file)) for name, file in files.items()}
 
 
 def test_coverage_is_what_was_quantized(small, audits):
@@ -392,10 +378,10 @@ def test_a_float_export_is_found_not_quantized(audits):
     assert counts['not quantized'] == 1 and sum(counts.values()) == 1 + counts['float conv']
 
 
-def test_shapes_are_those_that_onnx_infers(exports):
+def test_shapes_are_those_that_onnx_infers(files):
     """Every shape that onnx.shape_inference finds is found here, with equal values."""
     for name in ('free', 'tied'):
-        model = onnx.load(exports[name])
+        model = onnx.load(files[name])
         model.graph.input[0].type.tensor_type.shape.dim[0].dim_value = 1
         del model.graph.output[0].type.tensor_type.shape.dim[:]
         inferred = onnx.shape_inference.infer_shapes(model).graph.value_info
@@ -413,13 +399,13 @@ def test_shapes_are_those_that_onnx_infers(exports):
 # ---- the command --------------------------------------------------------------------------------------------------------
 
 
-def test_the_command(exports, tmp_path):
-    out = python('scripts/audit_onnx.py', exports['free'], '--json', tmp_path / 'audit.json')
+def test_the_command(files, tmp_path):
+    out = python('scripts/audit_onnx.py', files['free'], '--json', tmp_path / 'audit.json')
     content = json.loads((tmp_path / 'audit.json').read_text())
-    assert content['counts'] == audit.finding_counts(audit.audit(onnx.load(exports['free'])))
+    assert content['counts'] == audit.finding_counts(audit.audit(onnx.load(files['free'])))
     assert len(content['findings']) == sum(content['counts'].values()) and f'{len(content["findings"])} findings' in out
     assert '... and' in out and content['findings'][-1]['where'] not in out.split('... and')[0]
-    whole = python('scripts/audit_onnx.py', exports['free'], '--verbose')
+    whole = python('scripts/audit_onnx.py', files['free'], '--verbose')
     assert '... and' not in whole and all(f'{f["where"]}: {f["detail"]}' in whole for f in content['findings'])
 
 
@@ -460,10 +446,10 @@ def test_bad_input_is_one_line_and_exit_code_2(tmp_path, capfd, name, content, s
     assert code == 2 and says in line and name in line
 
 
-def test_it_needs_neither_torch_nor_yolov9(exports):
+def test_it_needs_neither_torch_nor_yolov9(files):
     """It runs in the toolkit's own folder, without upstream's utils/__init__.py, which imports torch."""
     code = f"""import runpy, sys
-sys.argv = ['audit_onnx.py', {str(exports['free'])!r}]
+sys.argv = ['audit_onnx.py', {str(files['free'])!r}]
 try:
     runpy.run_path({str(REPO / 'scripts/audit_onnx.py')!r}, run_name='__main__')
 except SystemExit as done:
@@ -474,9 +460,9 @@ assert 'torch' not in sys.modules and 'models' not in sys.modules
     assert done.returncode == 0 and 'INT8 coverage' in done.stdout, done.stderr
 
 
-def test_it_runs_in_a_copied_tree(clone, exports):
+def test_it_runs_in_a_copied_tree(clone, files):
     subprocess.run([REPO / 'patch_yolov9.sh', clone], check=True, stdout=subprocess.DEVNULL)
     done = subprocess.run(
-        [sys.executable, 'scripts/audit_onnx.py', exports['free']], cwd=clone, capture_output=True, text=True
+        [sys.executable, 'scripts/audit_onnx.py', files['free']], cwd=clone, capture_output=True, text=True
     )
     assert done.returncode == 0 and 'INT8 coverage' in done.stdout, done.stderr

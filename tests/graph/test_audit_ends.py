@@ -7,8 +7,8 @@ import onnx
 import onnx.parser
 import pytest
 from faults import sampled
-from graphs import dq, node, nodes_of, pair
-from onnx import TensorProto, helper, numpy_helper
+from graphs import dq, model_of, node, nodes_of, pair
+from onnx import TensorProto, helper
 from zoo import program
 
 from utils.qat.core.command import run_command
@@ -35,20 +35,8 @@ VALUES = dict(
 
 def graph(nodes, outputs=('y',), constants=(), inputs=(('x', [1, C, 8, 8]),), opset=17, **metadata):
     """A model of a text, see graphs.nodes_of, or of a list of nodes."""
-    nodes = nodes_of(nodes) if isinstance(nodes, str) else nodes
-    used = {name for n in nodes for name in n.input} | {'w'}
-    model = helper.make_model(
-        helper.make_graph(
-            nodes,
-            'g',
-            [helper.make_tensor_value_info(name, TensorProto.FLOAT, shape) for name, shape in inputs],
-            [helper.make_tensor_value_info(name, TensorProto.FLOAT, [None] * 4) for name in outputs],
-            [numpy_helper.from_array(np.asarray(v), k) for k, v in VALUES.items() if k in used] + list(constants),
-        ),
-        opset_imports=[helper.make_opsetid('', opset)],
-        ir_version=9,
-    )
-    helper.set_model_props(model, metadata)
+    model = model_of(nodes, dict(inputs), dict.fromkeys(outputs, [None] * 4), VALUES, opset, **metadata)
+    model.graph.initializer.extend(constants)
     return model
 
 

@@ -9,8 +9,8 @@ import onnx
 import pytest
 import torch
 from faults import sampled
-from graphs import copy, dims, metadata, run_onnx
-from onnx import TensorProto, helper
+from graphs import copy, dims, metadata, model_of, run_onnx
+from onnx import TensorProto
 from zoo import output, program, same
 
 from models.deploy.formats.deepstream import deepstream_config, deepstream_layout
@@ -97,14 +97,8 @@ def test_it_is_the_plain_export_in_another_layout(small, tmp_path, kind, options
 @pytest.mark.parametrize('opset', [13, 17, 18, 23])
 @pytest.mark.parametrize('nc', [1, 3])
 def test_boxes_in_numbers(opset, nc):
-    given, returned = (
-        helper.make_tensor_value_info(name, TensorProto.FLOAT, ['batch', 4 + nc, 2]) for name in ('images', 'output0')
-    )
-    plain = helper.make_model(
-        helper.make_graph([helper.make_node('Identity', ['images'], ['output0'])], 'by hand', [given], [returned]),
-        opset_imports=[helper.make_opsetid('', opset)],
-        ir_version=10,
-    )
+    axes = ['batch', 4 + nc, 2]
+    plain = model_of('output0 = Identity(images)', {'images': axes}, {'output0': axes}, opset=opset)
     graph = deepstream_layout(copy(plain))
     onnx.checker.check_model(graph, full_check=True)
     rows = np.float32([[100, 50, 20, 10, *[0.2, 0.7, 0.1][:nc]], [5000.25, 6, 2, 4, *[0.3, 0.1, 0.9][:nc]]])

@@ -11,7 +11,7 @@ import pytest
 import torch
 from conftest import REPO
 from faults import sampled
-from graphs import copy, dims, metadata, node, run_onnx
+from graphs import copy, dims, metadata, model_of, node, run_onnx
 from onnx import TensorProto, helper
 from segmenters import NM, SEGMENTERS, segmenter
 from torchvision.ops import roi_align
@@ -136,17 +136,15 @@ def detections(outputs):
 
 def bare(nms, batch=1, classes=3, nm=0, number=40, version=17, pooling=Pooling(), sides=(SIDE // 4, SIDE // 4)):
     """A graph that passes its inputs, predictions x and perhaps nm prototypes p, to NMS."""
-    shapes = {'images': (batch, 3, SIDE, SIDE), 'x': (batch, 4 + classes + nm, number), 'p': (batch, nm, *sides)}
-    values = {name: helper.make_tensor_value_info(name, TensorProto.FLOAT, shape) for name, shape in shapes.items()}
+    shapes = {'images': [batch, 3, SIDE, SIDE], 'x': [batch, 4 + classes + nm, number], 'p': [batch, nm, *sides]}
     outputs = {'output0': 'x', 'output1': 'p'} if nm else {'output0': 'x'}
-    graph = helper.make_graph(
+    model = model_of(
         [node('Identity', given, name) for name, given in outputs.items()],
-        'by hand',
-        [values['images'], *(values[given] for given in outputs.values())],
-        [helper.make_tensor_value_info(name, TensorProto.FLOAT, shapes[given]) for name, given in outputs.items()],
+        {name: shapes[name] for name in ('images', *outputs.values())},
+        {name: shapes[given] for name, given in outputs.items()},
+        opset=version,
     )
-    imports = [helper.make_opsetid('', version)]
-    return add_nms(helper.make_model(graph, opset_imports=imports, ir_version=8), nms, pooling)
+    return add_nms(model, nms, pooling)
 
 
 def run_bare(model, *given):
@@ -728,33 +726,6 @@ def test_the_standard_kind_is_the_default(trt):
     assert nms.kind == 'standard' and pooling == Pooling(28)
     assert chosen(trt=trt)[0].kind == 'standard'
     assert [chosen(trt=trt, nms=kind)[0].kind for kind in NMS_LIMITS] == list(NMS_LIMITS)
-
-
-@pytest.mark.parametrize(
-    'changes, says',
-    [
-        ({'masks': True, 'nms': 'plugin'}, '--nms plugin: EfficientNMS_TRT does not tell which candidates it keeps'),
-        ({'masks': True, 'nms': 'plugin', 'trt': 11}, '--nms plugin: .*a segmentation model takes --nms standard'),
-        ({'masks': True, 'opset': 15}, '--opset 15: masks take RoiAlign of opset 16'),
-        ({'masks': True, 'topk_all': 3841}, '--topk-all 3841: must lie in 1 to 3840 for --nms standard'),
-        (
-            {'mask_resolution': 28, 'sampling_ratio': 1},
-            '^--mask-resolution, --sampling-ratio: only for a segmentation model, which seg.pt is not$',
-        ),
-        ({'mask_resolution': 0}, '--mask-resolution 0: must lie in 1 to 1024'),
-        ({'sampling_ratio': -1}, '--sampling-ratio -1'),
-        ({'pooler_scale': 0.0}, '--pooler-scale 0.0: must be one of 0.25'),
-        ({'pooler_scale': float('nan')}, 'nan'),
-    ],
-)
-def test_flags_that_do_not_fit(changes, says):
-    with pytest.raises(QatError, match=says):
-        chosen(**changes)
-
-
-def test_flags_of_masks_are_for_files_with_nms_only():
-    with pytest.raises(QatError, match='only with --include onnx_end2end'):
-        ExportConfig('seg.pt', ['onnx'], pooler_scale=0.5)
 
 
 # ---- classifiers ----------------------------------------------------------------------------------------------------------

@@ -58,13 +58,6 @@ def test_a_missing_package_is_one_line_that_installs_it(package, small, tmp_path
     assert (REPO / 'requirements-litert.txt').is_file()
 
 
-@pytest.mark.parametrize('flag', ['--dynamic', '--half'])
-def test_what_no_such_file_can_be_is_refused(flag, small, capfd, tmp_path):
-    argv = '--weights', small.single, '--include', 'litert', flag
-    code, line = answer('export_qat.py', argv, capfd, tmp_path)
-    assert code == 2 and f'{flag}: not with --include litert' in line
-
-
 def with_metadata(file, member=METADATA, content=b'{"stride": "32", "names": "{0: \'a\'}"}'):
     """A file with a zip file behind it, as .tflite files carry their metadata."""
     file.write_bytes(b'\x1c\0\0\0TFL3' + bytes(100))

@@ -359,20 +359,6 @@ def test_bad_files_are_one_line(whole, small, tmp_path, name):
     assert says in said and file.name in said and 'src/' not in said
 
 
-@pytest.mark.parametrize(
-    'program, file, arguments, says',
-    [
-        ('export_qat.py', 'pt', '--include openvino_end2end --nms plugin', 'OpenVINO takes --nms standard'),
-        ('export_qat.py', 'pt', '--backend openvino', '--backend openvino: only with --verify'),
-        ('val_trt.py', 'onnx', '--backend tensorrt', '--backend tensorrt: TensorRT does not run .onnx files'),
-        ('val_trt.py', 'onnx', '--backend rtx', 'give onnxruntime or openvino'),
-    ],
-)
-def test_bad_options_are_one_line(whole, small, program, file, arguments, says):
-    data = ['--data', small.data] * (program == 'val_trt.py')
-    assert says in command(program, '--weights', whole / f'model.{file}', *data, *arguments.split(), code=2)
-
-
 def test_the_plugin_is_refused_with_the_way_out(small, tmp_path):
     export_onnx(small.quantized_model(), tmp_path / 'model.onnx', (SIDE, SIDE))
     export_end2end(tmp_path / 'model.onnx', tmp_path / 'model.onnx', Nms('plugin'))

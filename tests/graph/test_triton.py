@@ -3,7 +3,8 @@
 import re
 
 import pytest
-from onnx import TensorProto, helper
+from graphs import model_of
+from onnx import TensorProto
 
 from utils.qat.core.errors import QatError
 from utils.qat.graph.triton_config import triton_config
@@ -13,8 +14,7 @@ FLOAT, INT32, INT64, HALF = TensorProto.FLOAT, TensorProto.INT32, TensorProto.IN
 
 def graph(inputs, outputs):
     """A model without nodes; inputs and outputs: {name: (type, shape)}."""
-    values = [[helper.make_tensor_value_info(name, *of) for name, of in group.items()] for group in (inputs, outputs)]
-    return helper.make_model(helper.make_graph([], 'by hand', *values))
+    return model_of([], inputs, outputs)
 
 
 def end2end(batch):

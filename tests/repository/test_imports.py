@@ -105,20 +105,7 @@ def test_what_loads_nothing_heavy():
     assert not importing(CLIENTS, 'torch', 'torchvision', 'models', 'utils')
 
 
-ROOMS = (
-    'core',
-    'untrusted',
-    'config',
-    'data',
-    'graph',
-    'targets',
-    'engine',
-    'backends',
-    'evaluation',
-    'tasks',
-    'benchmark',
-    'run',
-)  # each imports those before it
+ROOMS = 'core untrusted config data graph targets engine backends evaluation tasks benchmark run'.split()
 
 
 def circles(graph):

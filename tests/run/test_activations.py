@@ -192,24 +192,6 @@ def test_the_model_learns_its_new_functions(small):
     assert distance(output(student, IMAGES[0])) < 0.7 * distance(untaught)
 
 
-BAD = {  # command line → what the line says
-    ('--activation', 'hardswish', '--target', 'onnxruntime'): 'ONNX Runtime computes it no faster',
-    ('--activation-only', 'model.0'): 'needs --activation',
-    ('--activation', 'relu', '--activation-only', 'model.77'): 'matches no quantized layer',
-    ('--activation', 'relu', '--activation-epochs', '0'): 'must be 1 or more',
-    ('--activation', 'gelu'): 'must be one of keep, hardswish, relu',
-}
-
-
-@pytest.mark.parametrize('words', BAD)
-def test_bad_input_gets_one_line(small, words, tmp_path):
-    said = command(
-        'qat.py', 'quantize', '--weights', small.single, '--data', small.data, '--project', tmp_path, *words, code=2
-    )
-    [line] = [line for line in said.splitlines() if 'error: ' in line]
-    assert BAD[words] in line, said
-
-
 def test_a_model_with_relu_already_is_refused(small, tmp_path):
     checkpoint.save_float(tmp_path / 'relu.pt', exchanged_model(small, 'relu'), '0' * 64)
     options = '--data', small.data, '--project', tmp_path, '--activation', 'relu'
@@ -253,8 +235,7 @@ def test_the_file_computes_what_pytorch_does(small, run, tmp_path):
     found = session.run(None, {session.get_inputs()[0].name: x.numpy()})[0]
     wanted = tensors(load_any(file)[0](x))[0].detach().numpy()
     assert np.linalg.norm(found - wanted) / np.linalg.norm(wanted) < 0.02
-    said = command('scripts/audit_onnx.py', file.with_suffix('.onnx'), '--strict')
-    assert 'no findings' in said or '0 findings' in said or 'none' in said.lower()
+    assert '\nno findings' in command('scripts/audit_onnx.py', file.with_suffix('.onnx'), '--strict')
 
 
 # ---- which functions, by their cost -------------------------------------------------------------------------------------

@@ -14,7 +14,6 @@ from graphs import graph_of
 from segmenters import segmenter
 from zoo import config_file, program
 
-from models.deploy.formats.onnx import export_onnx
 from models.deploy.formats.onnx_end2end import export_end2end
 from utils.qat.backends.file_model import open_file
 from utils.qat.config.export import Nms
@@ -60,6 +59,12 @@ qat.py quantize --weights {single} --hyp {hyp} --data {data} --imgsz 64 --worker
     --sensitive x.json                 | say what to do with it
     --sensitive x.json --max-drop 0.2  | x.json: no such file
     --exclude model.99                 | matches no quantized layer
+    --activation hardswish --target onnxruntime                 | ONNX Runtime computes it no faster
+    --activation-only model.0          | needs --activation
+    --activation relu --activation-only model.77                | matches no quantized layer
+    --activation relu --activation-epochs 0                     | must be 1 or more
+    --activation gelu                  | must be one of keep, hardswish, relu
+    --weights resnet9 --dry-run        | no network of torchvision
 qat.py quantize --imgsz 64 --device cpu
                                        | required: --weights
     --weights {single} --data {classes}                         | a folder, and the model is no classifier
@@ -87,6 +92,8 @@ val_trt.py --weights {files}/int8.onnx --device cpu --data {data} --imgsz 64 --w
     --weights {wrong}/model.engine --backend rtx                | model.engine
     --weights {files}/a.onnx           | a classifier
     --imgsz 640                        | --imgsz 640; 64 x 64
+    --backend tensorrt                 | --backend tensorrt: TensorRT does not run .onnx files
+    --backend rtx                      | give onnxruntime or openvino
     --iou-thres 2                      | --iou-thres; [0, 1]
 export_qat.py --weights {quantized} --imgsz 64
     --opset 9                          | --opset 9; 13
@@ -97,7 +104,12 @@ export_qat.py --weights {quantized} --imgsz 64
     --include pt2 --half               | --half: not with --include pt2
     --include pt2 onnx --half          | --trt 11
     --include aoti --half --device cpu | --half
+    --include litert --half            | --half: not with --include litert
+    --include litert --dynamic         | --dynamic: not with --include litert
+    --include openvino_end2end --nms plugin                     | OpenVINO takes --nms standard
+    --backend openvino                 | --backend openvino: only with --verify
     --nms plugin --topk-all 10         | --topk-all, --nms: only with --include onnx_end2end
+    --pooler-scale 0.5                 | only with --include onnx_end2end
     --nms fast --include onnx_end2end  | --nms fast; plugin, standard
     --include onnx_end2end --conf-thres -0.1 --iou-thres 1.1    | --conf-thres -0.1; --iou-thres 1.1; [0, 1]
     --include onnx_end2end --conf-thres nan                     | --conf-thres nan; [0, 1]
@@ -107,8 +119,12 @@ export_qat.py --weights {quantized} --imgsz 64
     --include onnx_end2end --topk-all 0                         | --topk-all 0
     --include onnx_end2end --topk-all 85 --class-agnostic       | --topk-all 85; only 84 candidates
     --include onnx_end2end --nms plugin --verify {data} | --verify; EfficientNMS_TRT; --include onnx onnx_end2end; --nms standard
-    --include onnx_end2end --mask-resolution 28                 | --mask-resolution: only for a segmentation model
+    --include onnx_end2end --mask-resolution 28 --sampling-ratio 1 | --mask-resolution, --sampling-ratio: only for a segmentation model
     --weights {segmenter} --include onnx_end2end --nms plugin   | --nms plugin: EfficientNMS_TRT does not tell
+    --weights {segmenter} --include onnx_end2end --nms plugin --trt 11 | --nms plugin:; a segmentation model takes --nms standard
+    --weights {segmenter} --include onnx_end2end --opset 15     | --opset 15: masks take RoiAlign of opset 16
+    --weights {segmenter} --include onnx_end2end --mask-resolution 0 --sampling-ratio -1 | --mask-resolution 0: must lie in 1 to 1024; --sampling-ratio -1
+    --weights {segmenter} --include onnx_end2end --pooler-scale nan | --pooler-scale nan
     --weights {segmenter} --include onnx_end2end --pooler-scale 0.5 | --pooler-scale 0.5: must be one of 0.25
     --weights {classifier} --include openvino_end2end           | NMS is for detectors
     --weights {classifier} --include onnx_end2end --topk-all 10 | --topk-all: only for detectors
@@ -184,6 +200,13 @@ benchmark_trt.py --device cpu
     {wrong}/notes.txt                  | expected a file ending in .onnx or .xml
     {classifier} --data {data}         | takes a folder with train/ and val/
     {single} --data {classes}          | takes a data YAML
+scripts/infer_onnx.py --device cpu
+    missing.onnx {images}              | MODEL missing.onnx: no such file
+    {images} {images}                  | MODEL
+    {files}/float.onnx missing         | missing: no such image, nor a folder with images
+    {files}/float.onnx                 | arguments are required: IMAGE|FOLDER
+    {files}/float.onnx {images} --conf-thres 25                 | --conf-thres 25.0: must lie in [0, 1]
+    {wrong}/plugin.onnx {images}       | its NMS is EfficientNMS_TRT, which TensorRT alone has
 scripts/verify_tensorrt.py --weights {quantized} --float {single} --data {data}
     --segment {quantized}              | give both or none
     --segment none.pt --segment-data d | no such file
@@ -238,17 +261,9 @@ def wrong(small, tmp_path_factory):
 
 
 @pytest.fixture(scope='module')
-def files(small, tmp_path_factory):
-    """float, int8 (.pt, and .onnx of open batch), half.onnx of batch 1; and classifiers: a and b, net of open image size."""
-    folder = tmp_path_factory.mktemp('files')
-    for name, model, options in (
-        ('float', small.float_model(), {'dynamic': True}),
-        ('int8', small.quantized_model(), {'dynamic': True}),
-        ('half', small.quantized_model(), {'half': True, 'opset': 19}),
-    ):
-        export_onnx(model, folder / f'{name}.onnx', (SIZE, SIZE), **options)
-    shutil.copy(small.single, folder / 'float.pt')
-    shutil.copy(small.quantized, folder / 'int8.pt')
+def files(exports, tmp_path_factory):
+    """The exports, and classifiers: a and b, net of open image size."""
+    folder = shutil.copytree(exports, tmp_path_factory.mktemp('files') / 'exports')
     for name, side in (('a', SIZE), ('b', SIZE), ('net', 'side')):
         text = 'p = GlobalAveragePool(x) f = Flatten(p) y = Mul(f, factor)'
         factor = {'factor': np.float32([1, 1, 2])}
@@ -271,6 +286,7 @@ def given(small, files, wrong, tmp_path_factory):
         **{name: folder / f'{name}.pt' for name in ('segmenter', 'classifier')},
         **{name: folder / name for name in ('classes', 'some')},
         'hyp': REPO / 'demo/hyp.yaml',
+        'images': small.data.parent / 'images/val',
         'files': files,
         'wrong': wrong,
         'demo_yaml': config_file('demo'),

@@ -20,8 +20,8 @@ import yaml
 import zoo
 from conftest import REPO
 from faults import KINDS, lay, sampled, with_pickle
-from graphs import behind_functions
-from onnx import TensorProto, helper, numpy_helper
+from graphs import behind_functions, model_of
+from onnx import TensorProto, helper
 from zoo import build, full, image, load_dual_or_float, output, same
 
 from utils.qat.core.files import sha256
@@ -342,16 +342,11 @@ def graph(
 ):
     """The bytes of a graph of FP32 tensors: {name: shape}, and nodes as (operator, inputs, outputs)."""
 
-    def values(shapes):
-        return [
-            helper.make_tensor_value_info(name, more.get('type', TensorProto.FLOAT), s) for name, s in shapes.items()
-        ]
-
     made = [helper.make_node(*node, **more.get('attributes', {})) for node in nodes]
-    weights = [numpy_helper.from_array(np.array(shape), 'shape')] * any('shape' in node[1] for node in nodes)
-    whole = helper.make_graph(made, 'g', values(inputs), values(outputs), weights)
-    model = helper.make_model(whole, opset_imports=[helper.make_opsetid('', more.get('opset', 17))], ir_version=9)
-    helper.set_model_props(model, more.get('metadata', {}))
+    ends = [
+        {name: (more.get('type', TensorProto.FLOAT), axes) for name, axes in of.items()} for of in (inputs, outputs)
+    ]
+    model = model_of(made, *ends, {'shape': np.array(shape)}, more.get('opset', 17), **more.get('metadata', {}))
     if 'functions' in more:
         behind_functions(model, model.graph.node[0], *more['functions'])
     return model.SerializeToString().replace(b'undecoded', b'\xff\xfe\xd4coded')

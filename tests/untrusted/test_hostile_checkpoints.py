@@ -16,9 +16,11 @@ import torch
 from faults import pickle_in, sampled
 from zoo import LOADERS, load_dual_or_float
 
+from models.quantize.pickled_modules import build
 from utils.qat.core.errors import QatError
 from utils.qat.data.dataset import check_cache
 from utils.qat.untrusted.plain_values import read_values
+from utils.qat.untrusted.torch_archive import Refused, read_archive
 
 RANDOM = 1500  # programs
 
@@ -324,6 +326,7 @@ HOOKS = called(named('collections.OrderedDict'))
 WHOLE = {  # pickles of objects that are read
     'a list': b']',
     'a dictionary': b'}',
+    'a bare set': b'\x8f',
     'a set': called(named('builtins.set'), b'](K\1e'),
     'a size': called(named('torch.Size'), many(b'K\1', b'K\2')),
     'a device': called(named('torch.device'), text('cpu')),
@@ -340,15 +343,20 @@ MORE = {
     'an attribute that is called': mapping(x=called(named('os.system'), text('ls'))) + b'b',
     'an item': text('x') + b'Ns',
     'items': b'(' + text('x') + b'Nu',
+    'a key that is a function': named('os.system') + b'Ns',
+    'an element': b'(K\1\x90',
+    'an element that is a function': b'(' + named('os.system') + b'\x90',
     'attributes twice': 2 * (mapping(x=b'N') + b'b'),
 }
 TAKES = {  # what else an object of these may have
     'a dictionary': {'an item', 'items'},
+    'a bare set': {'an element'},
     'an ordered dictionary': {'an attribute', 'an item', 'items'},
     'a namespace': {'an attribute'},
 }
 
 
+SAYS = 'an object that (takes|has|is) no|that do not fit|asks for os.system|a key that is neither'
 OTHERWISE = {b'R': b'\x81', b'\x81': b'R'}  # called or made without a constructor
 
 
@@ -363,8 +371,41 @@ def test_an_object_takes_only_what_its_kind_has_and_is_made_in_one_way(name, tmp
         if what in ('nothing more', *TAKES.get(name, ())):
             read_values(file, '--weights')
         else:
-            with pytest.raises(QatError, match='an object that (takes|has) none|that do not fit|asks for os.system'):
+            with pytest.raises(QatError, match=SAYS):
                 read_values(file, '--weights')
+
+
+def zeros(number):
+    return b'\x8e' + struct.pack('<Q', number) + bytes(number)
+
+
+def test_a_module_is_made_of_its_attributes_alone(tmp_path):
+    file, empty = tmp_path / 'weights.pt', dict.fromkeys(('_parameters', '_buffers', '_modules'), b'}')
+
+    def built(content):
+        file.write_bytes(alone(content))
+        return build(read_archive(file))
+
+    def attributes(**others):
+        return mapping(**{**empty, 'training': b'\x88', **others}) + b'b'
+
+    begun = named(SQUARE) + b')\x81'
+    whole = begun + attributes()
+    assert type(built(whole)) is torch.nn.Identity
+    for more in (
+        begun,
+        begun + b']b',
+        whole + text('x') + b'Ns',
+        named(SQUARE) + many(b'K\1') + b'\x81' + attributes(),
+        named(SQUARE) + b')R' + attributes(),
+        made('models.deploy.decomposed.Passed', attributes()[:-1]),
+        begun + attributes(_parameters=mapping(weight=b'K\1')),
+        begun + attributes(_buffers=mapping(total=b'K\1')),
+        begun + attributes(_modules=mapping(inner=tensor())),
+        begun + attributes(_modules=b'}(' + text('a.b') + b'Nu'),
+    ):
+        with pytest.raises(Refused):
+            built(more)
 
 
 def lists(depth, width):
@@ -381,14 +422,16 @@ def lists(depth, width):
         (lists(100, 1), lists(101, 1), 'nested more than 100 deep'),
         (lists(20, 2), lists(22, 2), 'more than 4000000 values'),
         (lists(1, 0), b']q\0h\0a', 'contains itself'),
+        (b'\x8a\x08' + b'\x7f' * 8, b'\x8a\x09' + b'\x7f' * 9, 'more than 64 bits'),
+        (zeros(7_900_000), zeros(8_100_000), 'at most 8 MB are read'),
     ],
-    ids=['depth', 'values', 'itself'],
+    ids=['depth', 'values', 'itself', 'a number', 'bytes'],
 )
-def test_the_limits_of_depth_and_of_values(most, more, says, tmp_path):
+def test_the_limits_of_values(most, more, says, tmp_path):
     """Values count as often as they are used: 2^22 of them take a few bytes."""
     file = tmp_path / 'weights.pt'
     file.write_bytes(alone(most))
-    assert type(read_values(file, '--weights')) is list
+    read_values(file, '--weights')
     file.write_bytes(alone(more))
     with pytest.raises(QatError, match=says):
         read_values(file, '--weights')

@@ -17,7 +17,8 @@ import pytest
 import torch
 import yaml
 from faults import DRY, RUN, call, sampled, with_pickle
-from onnx import TensorProto, helper
+from graphs import model_of
+from onnx import helper
 from zoo import settings
 
 from models.deploy.formats.deepstream import deepstream_config
@@ -426,7 +427,6 @@ def test_whatever_a_report_is_made_of(tmp_path, name):
 
 
 def test_configurations_quote_names():
-    x, y = (helper.make_tensor_value_info(name, TensorProto.FLOAT, [1, 3]) for name in ('a"b', 'c\\d'))
-    text = triton_config(helper.make_model(helper.make_graph([], 'g', [x], [y])), 'my "model"\\')
+    text = triton_config(model_of([], {'a"b': [1, 3]}, {'c\\d': [1, 3]}), 'my "model"\\')
     assert text.startswith('name: "my \\"model\\"\\\\"\n') and 'name: "a\\"b"' in text and 'name: "c\\\\d"' in text
     assert deepstream_config('a.onnx', 3).count('\n') == deepstream_config('b c.onnx', 3).count('\n')

@@ -118,6 +118,10 @@ def open_run(inputs: Inputs) -> RunInputs:
     config = inputs.config
     if config.hyp and not inputs.task.augments:
         raise QatError(f'--hyp {config.hyp}: images of {inputs.task.title} are not augmented, leave it out')
+    if config.exchanges:
+        from models.quantize.activations import chosen_activations  # here, because few runs need it
+
+        chosen_activations(inputs.model, config)  # --activation-only is refused before anything is written
     calibrates = config.exchanges or not config.resume
     float_blocks = FloatBlocks.of(inputs.model, config, inputs.sha256) if calibrates else None
     hyp = load_hyp(config.hyp) if config.hyp else None

@@ -37,6 +37,7 @@ from utils.qat.benchmark.usage import PERIOD, Usage
 from utils.qat.config.deploy import BenchmarkConfig, milliseconds
 from utils.qat.core.command import run_command
 from utils.qat.core.errors import QatError
+from utils.qat.graph.openvino_model import write_ir
 
 CPU = torch.device('cpu')
 NO_OPENVINO = MeasuredOpenVINO.missing('openvino', CPU)
@@ -145,6 +146,14 @@ def test_parameters_are_those_of_the_module(files, small):
     models = [described(files / f'{name}.onnx') for name in ('float', 'int8', 'half')]
     assert [m.parameters for m in models[:2]] == [own + 3] * 2, 'the exporter writes the three strides as a constant'
     assert [m.types for m in models] == ['FP32', 'INT8 and FP32', 'INT8 and FP16']
+
+
+@needs_openvino
+@pytest.mark.parametrize('name', ['float', 'int8', 'net'])
+def test_a_file_of_openvino_is_described_as_the_onnx_file_that_it_was_made_of(files, tmp_path, name):
+    write_ir(onnx.load(files / f'{name}.onnx'), tmp_path / f'{name}.xml')
+    ours, theirs = described(tmp_path / f'{name}.xml'), described(files / f'{name}.onnx')
+    assert (ours.inputs, ours.types, ours.batches) == (theirs.inputs, theirs.types, theirs.batches)
 
 
 def by_hand(folder, nodes, inputs, rank, constants=()):

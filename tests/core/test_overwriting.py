@@ -19,7 +19,6 @@ import torch
 from conftest import REPO
 from zoo import program
 
-from models.deploy.formats.onnx import export_onnx
 from utils.qat.core.command import run_command
 
 RUN = '--project . --name run --exist-ok'
@@ -85,13 +84,6 @@ def here(tmp_path, monkeypatch):
     return tmp_path
 
 
-@pytest.fixture(scope='module')
-def onnx_file(small, tmp_path_factory):
-    path = tmp_path_factory.mktemp('onnx') / 'model.onnx'
-    export_onnx(small.float_model(), path, imgsz=(64, 64))
-    return path
-
-
 def content(folder):
     """Path → bytes, and the time of the last change, of all that lies in a folder."""
 
@@ -102,11 +94,11 @@ def content(folder):
 
 
 @pytest.fixture
-def answer(capfd, small, onnx_file, monkeypatch):
+def answer(capfd, small, exports, monkeypatch):
     """Callable: line of a command → its exit code in the current folder, and what it said."""
 
     def answered(line):
-        file, *words = (word.format(**vars(small), onnx=onnx_file) for word in line.split())
+        file, *words = (word.format(**vars(small), onnx=exports / 'float.onnx') for word in line.split())
         if file.endswith('.sh'):
             done = subprocess.run([REPO / file, *words], capture_output=True, text=True)
             return done.returncode, done.stdout + done.stderr

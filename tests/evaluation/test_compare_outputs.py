@@ -2,6 +2,7 @@
 
 import json
 import re
+from dataclasses import replace
 
 import numpy as np
 import onnx
@@ -12,11 +13,12 @@ from PIL import Image
 from zoo import command
 
 from labelled import words
-from models.deploy.formats.onnx import export_onnx
+from utils.qat.config.export import INT8_LIMITS
 from utils.qat.config.tasks import load_task
 from utils.qat.core.errors import QatError
 from utils.qat.data.other_classifiers import outputs_of
 from utils.qat.evaluation.compare import compare_models
+from utils.qat.evaluation.compare_classes import beyond_limits
 
 SIZE = 64
 
@@ -40,6 +42,9 @@ def test_top_accuracy_and_ranks_by_hand():
     assert [r['score'] for r in found['ranks']] == pytest.approx([9, 8, 7])
     assert found['disagreement'] == pytest.approx(1 / 3)
     assert found['scores'] == pytest.approx({'max': 8, 'mean': (1 + 1 + 8 + 8) / 18, 'within': 14 / 18})
+    for ap, matched, beyond in ((0.34, 0.6, []), (0.3, 0.6, ['top-1 differs']), (0.34, 0.7, ['the best class'])):
+        said = beyond_limits(found, replace(INT8_LIMITS, ap=ap, matched=matched))
+        assert len(said) == len(beyond) and all(text in line for text, line in zip(beyond, said)), said
 
 
 NAMES = {0: 'tench', 1: 'crane', 2: 'hot_dog', 3: 'crane'}
@@ -153,10 +158,9 @@ def test_images_are_normalised_as_the_flags_say(folder):
     assert found['images'] == 2 and found['ranks'][0]['score'] < 0.5
 
 
-def test_a_checkpoint_and_its_export(small, tmp_path):
-    export_onnx(small.quantized_model(), tmp_path / 'int8.onnx', (SIZE, SIZE))
-    _, near = compared(tmp_path, '{s.quantized} {f}/int8.onnx --data {s.data}', s=small)
-    _, far = compared(tmp_path, '{s.single} {f}/int8.onnx --data {s.data} --images 4 --top 3', s=small)
+def test_a_checkpoint_and_its_export(small, exports, tmp_path):
+    _, near = compared(tmp_path, '{s.quantized} {e}/int8.onnx --data {s.data}', s=small, e=exports)
+    _, far = compared(tmp_path, '{s.single} {e}/int8.onnx --data {s.data} --images 4 --top 3', s=small, e=exports)
     assert near['images'] == 12 and far['images'] == 4 and len(far['ranks']) == 3
     assert near['scores']['mean'] < far['scores']['mean'] and near['reference']['ap'] > 0 and far['other']['ap'] > 0
     _, noise = compared(tmp_path, '{s.single} {s.single} --random 3 --imgsz {size}', s=small, size=SIZE)

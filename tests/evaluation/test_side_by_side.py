@@ -8,7 +8,6 @@ import torch
 from zoo import command as run
 
 from labelled import words
-from models.deploy.formats.onnx import export_onnx
 from utils.qat.config.tasks import load_task
 from utils.qat.evaluation import side_by_side
 from utils.qat.evaluation.side_by_side import (
@@ -20,7 +19,6 @@ from utils.qat.evaluation.side_by_side import (
     plot_examples,
 )
 
-SIZE = 64
 NAMES = {0: 'cat', 1: 'dog'}
 
 
@@ -84,10 +82,9 @@ def test_examples_are_spread_and_as_the_image_was():
     assert not Examples(0, 4, load_task('detect'), NAMES, 1).wanted
 
 
-def test_several_models_are_compared_as_pairs_are(small, tmp_path):
+def test_several_models_are_compared_as_pairs_are(small, exports, tmp_path):
     """A float detector against its INT8 checkpoint and the export of this one."""
-    exported = tmp_path / 'int8.onnx'
-    export_onnx(small.quantized_model(), exported, (SIZE, SIZE))
+    exported = exports / 'int8.onnx'
     common = words(
         '--data {s.data} --device cpu --workers 0 --project {f} --images 5 --imgsz 64 --show 2', s=small, f=tmp_path
     )

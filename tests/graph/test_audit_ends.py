@@ -1,5 +1,6 @@
 """The audit ends on every graph, with a report or one error line, in time proportional to the graph."""
 
+import contextlib
 import signal
 
 import numpy as np
@@ -7,11 +8,13 @@ import onnx
 import onnx.parser
 import pytest
 from faults import sampled
-from graphs import dq, model_of, node, nodes_of, pair
+from graphs import behind_functions, dq, model_of, node, nodes_of, pair
 from onnx import TensorProto, helper
 from zoo import program
 
 from utils.qat.core.command import run_command
+from utils.qat.core.errors import QatError
+from utils.qat.graph.onnx_file import require_bounded
 from utils.qat.graph.onnx_graph import Graph
 
 MANY = 10_000
@@ -197,3 +200,12 @@ def test_ways_that_meet_again_count_once():
     onnx.checker.check_model(model)
     found = Graph(model)
     assert found.origins('n') == {'a'} and [(n.op_type, i) for n, i in found.uses('a')] == [('Relu', 0), ('Abs', 0)]
+
+
+@pytest.mark.parametrize('calls, depth, says', [(2, 40, 'make more than'), (1, 3000, 'deep'), (1, 2, None)])
+def test_functions_that_call_each_other(tmp_path, calls, depth, says):
+    """Other libraries inline all of them: 40 that call the next twice become 2^40 nodes."""
+    model = graph(RELU)
+    onnx.save(behind_functions(model, model.graph.node[0], calls, depth), tmp_path / 'model.onnx')
+    with pytest.raises(QatError, match=f'its functions .*{says}') if says else contextlib.nullcontext():
+        require_bounded(tmp_path / 'model.onnx')

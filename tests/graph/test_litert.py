@@ -15,7 +15,7 @@ from conftest import REPO
 from faults import answer, sampled
 from zoo import DUAL, SEGMENT, SINGLE, SMALL, command, deployed
 
-from models.deploy.decomposed import StoredWeight
+from models.deploy.decomposed import GriddedWeight, StoredWeight
 from models.deploy.formats.litert import load_converter
 from models.quantize.blocks import QuantResidual
 from models.quantize.quantizers import UNIT_SCALE, named_quantizers
@@ -42,6 +42,18 @@ def test_each_addend_has_a_scale_and_what_moves_values_has_one():
     assert {'SiLU', 'Conv2d'} <= set(done.swapped.values())
     activations = [q for _, q in named_quantizers(model) if q._axis is None]
     assert all(q.shifts for q in activations) and len({q._zero_point.item() for q in activations}) > 10
+
+
+def test_weights_for_its_converter_are_the_checkpoints_but_for_the_lowest_integer():
+    _, model = prepared('demo', LITERT, **SMALL)
+    lowest = 0
+    for m in model.modules():
+        if hasattr(m, 'weight_quantizer'):
+            stored, gridded = (kind(m.weight_quantizer, m.weight) for kind in (StoredWeight, GriddedWeight))
+            scale = stored.scale.view(-1, *[1] * (m.weight.dim() - 1))
+            assert torch.equal(gridded(None), torch.where(stored.int8 == -128, -127 * scale, stored(None)))
+            lowest += (stored.int8 == -128).sum().item()
+    assert lowest, 'there are some'
 
 
 @pytest.mark.parametrize('package', ['ai_edge_litert', 'litert_torch'])

@@ -123,9 +123,8 @@ def test_it_computes_what_onnx_runtime_computes(task, tmp_path, request):
         assert max(figures.get(part, 0) for part in RELATIVE) < limit, figures
 
 
-def test_batches_and_order_do_not_matter(small, tmp_path):
-    export_onnx(small.quantized_model(), tmp_path / 'model.onnx', (SIDE, SIDE), dynamic=True)
-    model, images = open_file(tmp_path / 'model.onnx', CPU, 'openvino'), made_images(3, (SIDE, SIDE))
+def test_batches_and_order_do_not_matter(exports):
+    model, images = open_file(exports / 'int8.onnx', CPU, 'openvino'), made_images(3, (SIDE, SIDE))
     alone, together = torch.cat([model(image[None]) for image in images]), model(images)
     assert torch.equal(model(images), together)
     figures = output_differences(together, alone)  # other shapes may take other kernels
@@ -184,6 +183,18 @@ def test_fake_quantize_has_the_limits_of_the_pair(scale, tolerance, tmp_path):
     np.testing.assert_allclose(found.numpy(), run_onnx(model, {'x': XS})[0], rtol=tolerance, atol=0)
 
 
+def test_fake_quantize_of_fp16_has_its_limits_in_fp32(tmp_path):
+    model = by_hand(
+        'f = Cast<to = 10>(x) a = QDQ(f) y = Cast<to = 1>(a)', initializers={'scale': np.float16(0.1)}, opset=19
+    )
+    onnx.save(model, tmp_path / 'model.onnx')
+    typed = passes.fake_quantize(copy(model))
+    limits = [i for i in typed.graph.initializer if i.name.startswith('limit')]
+    assert len(limits) == 2 and {i.data_type for i in limits} == {onnx.TensorProto.FLOAT}
+    (found,) = OpenVINO(tmp_path / 'model.onnx', CPU).run({'x': torch.from_numpy(XS)}).values()
+    np.testing.assert_allclose(found.numpy(), run_onnx(model, {'x': XS})[0], rtol=2**-10)
+
+
 # ---- telemetry, threads, what is missing ----------------------------------------------------------------------------------
 
 WATCHED = """
@@ -201,21 +212,13 @@ print(session.compiled.get_property('INFERENCE_NUM_THREADS'), session.compiled.g
 """
 
 
-@pytest.fixture(scope='module')
-def floating(small, tmp_path_factory):
-    """The .onnx file of a float model."""
-    file = tmp_path_factory.mktemp('float') / 'model.onnx'
-    export_onnx(small.float_model(), file, (SIDE, SIDE))
-    return file
-
-
-def test_it_tells_nobody(floating, tmp_path):
+def test_it_tells_nobody(exports, tmp_path):
     """No file under the home folder, no look-up, no telemetry; threads are as many as PyTorch's, and the precision is stated."""
     home = tmp_path / 'home'
     home.mkdir()
     kept = {k: v for k, v in os.environ.items() if k != 'CI'}
     environment = {**kept, 'HOME': str(home), 'OMP_NUM_THREADS': '1', 'MPLCONFIGDIR': str(tmp_path / 'mpl')}
-    words = [sys.executable, '-c', WATCHED, floating]
+    words = [sys.executable, '-c', WATCHED, exports / 'float.onnx']
     done = subprocess.run(words, cwd=TREE, env=environment, capture_output=True, text=True)
     assert not done.returncode, done.stdout + done.stderr[-2000:]
     assert done.stdout.split('\n')[:2] == ['None 1', "1 <Type: 'float32'>"]
@@ -237,9 +240,9 @@ signal.raise_signal(signal.SIGUSR1)
 """
 
 
-def test_a_signal_is_harmless_after_a_session_ends_in_another_thread(floating):
+def test_a_signal_is_harmless_after_a_session_ends_in_another_thread(exports):
     """OpenVINO alone crashes here, see one_core."""
-    assert fresh('-c', FORGOTTEN, floating).strip() == 'alive'
+    assert fresh('-c', FORGOTTEN, exports / 'float.onnx').strip() == 'alive'
 
 
 ALL_INT8 = 'INT8: 36 of 42 convolutions (6 float by design)'  # of the small model
@@ -359,8 +362,7 @@ def test_bad_files_are_one_line(whole, small, tmp_path, name):
     assert says in said and file.name in said and 'src/' not in said
 
 
-def test_the_plugin_is_refused_with_the_way_out(small, tmp_path):
-    export_onnx(small.quantized_model(), tmp_path / 'model.onnx', (SIDE, SIDE))
-    export_end2end(tmp_path / 'model.onnx', tmp_path / 'model.onnx', Nms('plugin'))
+def test_the_plugin_is_refused_with_the_way_out(exports, tmp_path):
+    export_end2end(exports / 'int8.onnx', tmp_path / 'model.onnx', Nms('plugin'))
     with pytest.raises(QatError, match='which TensorRT alone has; for OpenVINO export it with --nms standard'):
         OpenVINO(tmp_path / 'model.onnx', CPU)

@@ -87,6 +87,21 @@ def test_every_weighted_layer_is_int8_or_has_a_reason(network):
             assert isinstance(m, WeightedTwin) != (path in kept), path
 
 
+@pytest.mark.parametrize(
+    'change, says',
+    [
+        (lambda model: setattr(model, 'names', {0: 'a', 1: 'b'}), '2 names of classes and 7 scores'),
+        (lambda model: setattr(model, 'fc', torch.nn.Unflatten(1, (8, 8, 8))), 'one score for each class'),
+    ],
+    ids=['names', 'maps'],
+)
+def test_what_is_no_classifier_is_refused(change, says, tmp_path):
+    model = classifiers.build('resnet18')
+    change(model)
+    with pytest.raises(QatError, match=says):
+        checkpoint.CheckpointFile(classifiers.save(model, tmp_path / 'model.pt')).load_float()
+
+
 FOR_ENGINES = {'resnet18', 'mobilenet_v2', 'mobilenet_v3_small'}  # the others with --faults
 
 

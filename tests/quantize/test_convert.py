@@ -10,9 +10,10 @@ import torch
 import torch.nn as nn
 from faults import sampled
 from models.common import AConv, ADown, CBFuse, RepConvN, RepNCSPELAN4
-from zoo import DUAL, SEGMENT, SINGLE, build, fuse, image, output, same
+from zoo import DUAL, SEGMENT, SINGLE, build, fuse, image, output, same, settings
 
 from models.quantize.blocks import TWINS, QuantConv2d, Twin, is_quantized
+from models.quantize.calibration.ptq import prepare
 from models.quantize.convert import dequantize_model, quantize_model
 from models.quantize.quantizers import named_quantizers, quantizers_off
 from models.quantize.scales import scale_groups, tie_scales
@@ -178,3 +179,21 @@ def test_a_block_of_the_users_is_quantized_at_its_convolution_and_reported():
     done = quantize_model(model)
     assert done.unknown == {f'model.{i}.cv2.1.1': 'UsersBlock', f'model.{len(model.model) - 1}': 'DualDDetect'}
     assert done.swapped[f'model.{i}.cv2.1.1.conv'] == 'Conv2d'
+
+
+class Odd(nn.Module):
+    """A block that nobody reviewed."""
+
+    def __init__(self):
+        super().__init__()
+        self.conv = nn.Conv2d(4, 4, 1)
+
+
+def test_what_is_not_known_is_named(small, capsys):
+    """A layer without a twin stays float, the convolutions of an unknown block are quantized, and a warning names it."""
+    model = small.float_model()
+    model.model[1].wider, model.model[1].odd = nn.ConvTranspose2d(4, 4, 2), Odd()
+    done, _ = prepare(model, settings())
+    assert done.kept_float['model.1.wider'] == 'no INT8 twin of ConvTranspose2d'
+    assert done.swapped['model.1.odd.conv'] == 'Conv2d' and done.unknown == {'model.1.odd': 'Odd'}
+    assert 'warning: not known to this toolkit: model.1.odd (Odd)' in capsys.readouterr().out

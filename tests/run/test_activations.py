@@ -20,6 +20,7 @@ from models.quantize.activations import (
     exchanged,
     exchanges,
     finished,
+    restored,
 )
 from models.quantize.calibration.calibrate import fit_ranges
 from models.quantize.calibration.divergence import divergence_sums
@@ -55,6 +56,15 @@ def kinds(model):
     return [type(model.get_submodule(path)) for path in exchangeable(model, 'relu')], [
         m for m in model.modules() if type(m) is nn.ReLU
     ]
+
+
+def test_what_is_restored_has_its_old_function(small):
+    model = small.float_model()
+    paths = exchangeable(model, 'relu')
+    other = restored(exchanged(model, 'relu', paths, []), paths[:2])
+    assert list(exchanges(other)) == paths[2:] and exchangeable(other, 'relu')[:2] == paths[:2]
+    with pytest.raises(QatError, match='no activation function is left to exchange; keep less'):
+        restored(other, paths[2:])
 
 
 def test_every_silu_is_exchanged_and_the_model_itself_stays(small):

@@ -52,6 +52,7 @@ qat.py quantize --weights {single} --hyp {hyp} --data {data} --imgsz 64 --worker
     --val-split 0.1 --epochs 0         | --val-split 0.1; --epochs 0
     --device 7                         | --device 7; --device cpu
     --device gpu                       | --device gpu; 'cpu'
+    --device mps                       | --device mps: not available here; use --device cpu
     --project {single}                 | single.pt
     --imgsz 641                        | --imgsz 641:; multiples of 32; 640 or 672
     --imgsz 128 96                     | --hyp; augmented images are squares; one number for --imgsz
@@ -79,6 +80,8 @@ qat.py eval --weights {quantized} --data {data} --imgsz 64 --workers 0 --device 
     --weights {files}/int8.onnx --imgsz 640                     | --imgsz 640; 64 x 64
     --weights {classifier}             | labels of boxes are for detectors
     --baseline none.pt                 | --baseline; no such file
+    --baseline {segmenter}             | --baseline; a segmentation model, unlike; give the model that
+    --baseline {files}/float.onnx --imgsz 96                    | --baseline; takes images of 64 x 64, and they are 96 x 96 here
     --conf-thres 2                     | --conf-thres; [0, 1]
     --data {wrong}/classes.yaml        | 2 classes; the model has 10
     --imgsz 100 128                    | --imgsz 100 128:; 96 128 or 128
@@ -157,6 +160,8 @@ reparameterization.py --save {out}/saved.pt --weights {dual}
     --model x                          | --model; t; s; m; c; e
 compare_outputs.py --device cpu --batch-size 2
     {files}/a.onnx {files}/b.onnx      | --data, --random; one of the two
+    {files}/a.onnx {files}/b.onnx --random 1 --backend onnxruntime,openvino,pt2 | give one, or one for each of the 2 models
+    {files}/a.onnx {files}/b.onnx --random 1 --backend pt2      | runs .pt2 files, and neither
     {files}/a.onnx {files}/b.onnx --random 0                    | --random 0
     {files}/a.onnx {files}/none.onnx --random 1                 | B; none.onnx; no such file
     {files}/a.onnx {classes} --random 1                         | B; not a file
@@ -172,6 +177,7 @@ benchmark_trt.py --device cpu
     no.onnx                            | MODEL no.onnx: no such file
     {files}/float.onnx --precision int8                         | has no Q/DQ
     {files}/int8.onnx --precision fp32,fp16                     | --precision fp32,fp16: ; is INT8
+    {files}/float.onnx --precision bf16 --backend onnxruntime   | BF16 is measured in OpenVINO only
     {files}/float.onnx --precision fp16 --backend onnxruntime   | Runtime computes in the types of the file
     {files}/float.pt --precision fp16  | FP16 is for GPUs
     {files}/float.onnx --precision int4 | must be of fp32, bf16, fp16, int8

@@ -464,6 +464,7 @@ SUMMARIES = {
     'not known': lambda s: s.update(more=1),
     'kind': lambda s: s.update(kind=['x']),
     'version': lambda s: s.update(version=1.0),
+    'another version': lambda s: s.update(version=99),
     'int8': lambda s: s['int8'].pop('divergence'),
     'gone': lambda s: s.pop('device'),
     'of another checkpoint': lambda s: s.update(weights_sha256='0'),
@@ -562,9 +563,14 @@ def test_a_summary_that_no_analysis_writes(small, twins, summary, tmp_path, name
 
 def test_a_summary_that_the_command_refuses(small, summary, tmp_path):
     path = tmp_path / 'summary.json'
-    path.write_text(json.dumps({**json.loads(summary), 'units': []}))
-    chosen = '--sensitive', path, '--keep-float', 1
-    assert f'--sensitive {path}: ' in refusal('qat.py', 'quantize', '--dry-run', '--weights', small.single, *chosen)
+    spoilt = json.dumps({**json.loads(summary), 'units': []})
+    for content, number, says in (
+        (spoilt, 1, f'--sensitive {path}: '),
+        (summary, 99, 'one at least must be quantized'),
+    ):
+        path.write_text(content)
+        chosen = '--sensitive', path, '--keep-float', number
+        assert says in refusal('qat.py', 'quantize', '--dry-run', '--weights', small.single, *chosen)
 
 
 # ---- what the system refuses --------------------------------------------------------------------------------------------

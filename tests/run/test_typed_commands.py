@@ -226,6 +226,10 @@ NO_COCO = {  # what the line says → the files that say so
     'annotations is missing': ['{"images": [], "categories": []}'],
     'images[0].file_name is missing': ['{"images": [{"id": 1}], "annotations": [], "categories": []}'],
     'none of the 1 images': [f'{{"images": [{ELSEWHERE}], "annotations": [], "categories": []}}'],
+    'have the same id': [f'{{"images": [{ELSEWHERE}, {ELSEWHERE}], "annotations": [], "categories": []}}'],
+    'annotations[0] is of an image or of a category': [
+        f'{{"images": [{ELSEWHERE}], "annotations": [{{"image_id": 2, "category_id": 1, "bbox": [1, 1, 2, 2]}}], "categories": []}}'
+    ],
     'categories[0].name is missing': ['{"images": [], "annotations": [], "categories": [{"id": 1}]}'],
 }
 

@@ -21,7 +21,7 @@ import pytest
 import yaml
 from conftest import REPO, copy_upstream
 from PIL import Image
-from zoo import command, interrupted_run, program
+from zoo import command, interrupt, program
 
 PATCH = 'patch_yolov9.sh'
 RUN = '--imgsz 64 --device cpu --project out --workers 0'
@@ -212,7 +212,9 @@ class Material:
 
     def run(self):
         """A run that was interrupted in its second epoch."""
-        interrupted_run(self['single.pt'], self['set/data.yaml'], self.folder, 'run')
+        words = f'{RUN} {FEW} --batch-size 2 --epochs 2 --iters 1 --name run'.replace(' out ', f' {self.folder} ')
+        given = '--weights', self['single.pt'], '--data', self['set/data.yaml']
+        interrupt('epoch 2/2', 0, 'qat.py', 'quantize', *given, *words.split())
 
     def unsaved(self):
         """A run without a state: only its report tells why it cannot go on."""

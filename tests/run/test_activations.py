@@ -8,7 +8,7 @@ import onnx
 import pytest
 import torch
 import torch.nn as nn
-from zoo import command, image, load_any, load_float, output, same, settings, tensors
+from zoo import command, image, interrupt, load_any, load_float, output, same, settings, tensors
 
 from models.deploy.formats.onnx import export_onnx
 from models.quantize import checkpoint
@@ -28,7 +28,6 @@ from models.quantize.convert import quantize_model
 from models.quantize.finetuning.adapt import adapt
 from models.quantize.head_outputs import HeadOutputs
 from models.quantize.scales import never_negative, tie_scales
-from test_resume import interrupted
 from utils.qat.backends.detections import prepared
 from utils.qat.config.tables import TARGETS
 from utils.qat.core.errors import QatError
@@ -305,7 +304,7 @@ def test_a_summary_of_another_activation_is_refused(small, summary, tmp_path):
 def test_interrupted_in_the_adaptation_and_gone_on_with_is_the_same_run(small, tmp_path, run):
     words = '--weights', small.single, '--data', small.data, '--project', tmp_path, '--name', 'b'
     recipe = '--activation', 'relu', '--activation-epochs', 2, '--epochs', 1
-    said = interrupted('relu, epoch 2/2', 1, 'qat.py', 'quantize', *words, *OPTIONS, *recipe)
+    said = interrupt('relu, epoch 2/2', 1, 'qat.py', 'quantize', *words, *OPTIONS, *recipe)
     assert '--resume' in said
     command('qat.py', 'quantize', '--resume', tmp_path / 'b')
     reports = [json.loads((folder / 'report.json').read_text()) for folder in (run, tmp_path / 'b')]
@@ -323,7 +322,7 @@ def test_without_fine_tuning_a_run_that_went_on_delivers_its_model(small, tmp_pa
     words = '--weights', small.single, '--data', small.data, '--project', tmp_path
     recipe = '--activation', 'relu', '--activation-epochs', 2, '--epochs', 0
     folder, best = tmp_path / 'exp', tmp_path / 'exp' / DELIVERED
-    said = interrupted('relu, epoch 2/2', 1, 'qat.py', 'quantize', *words, *OPTIONS, *recipe)
+    said = interrupt('relu, epoch 2/2', 1, 'qat.py', 'quantize', *words, *OPTIONS, *recipe)
     assert f'--resume {folder}' in said and (folder / STATE).is_file() and not best.exists()
     command('qat.py', 'quantize', '--resume', folder)
     report = json.loads((folder / 'report.json').read_text())
@@ -332,7 +331,7 @@ def test_without_fine_tuning_a_run_that_went_on_delivers_its_model(small, tmp_pa
 
 def test_before_a_state_is_there_an_interrupt_names_no_resume(small, tmp_path):
     words = '--weights', small.single, '--data', small.data, '--project', tmp_path
-    said = interrupted(
+    said = interrupt(
         'relu, epoch 1/10', 1, 'qat.py', 'quantize', *words, *OPTIONS, '--activation', 'relu', '--epochs', 0
     )
     assert '--resume' not in said

@@ -11,11 +11,10 @@ import pytest
 import torch
 from conftest import TREE
 from fresh import fresh
-from zoo import command, load_float, load_quantized, same, settings
+from zoo import command, interrupt, load_float, load_quantized, same, settings
 
 from models.quantize import checkpoint
 from models.quantize.head_outputs import ClassScores
-from models.quantize.run import stages
 from utils.qat.backends.file_model import open_file
 from utils.qat.backends.pytorch import TorchModel
 from utils.qat.core.errors import QatError
@@ -43,10 +42,14 @@ def job(tmp_path_factory):
 ON_CPU = ('--workers', 0, '--device', 'cpu')
 
 
-def quantize(folder, name, *more, code=0):
+def line_of(folder, name, *more):
     given = '--weights', folder / 'resnet18.pt', '--data', folder / 'data', '--project', folder, '--name', name
     quick = '--epochs 2 --iters 2 --batch-size 8 --task-loss 0.1 --calib-images 24 --calib-method mse'.split()
-    return command('qat.py', 'quantize', *given, '--imgsz', SIZE, *ON_CPU, *quick, *more, code=code)
+    return 'qat.py', 'quantize', *given, '--imgsz', SIZE, *ON_CPU, *quick, *more
+
+
+def quantize(*arguments):
+    return command(*line_of(*arguments))
 
 
 def read(file):
@@ -96,16 +99,8 @@ def test_a_run_reports_the_figures_of_its_files(job):
     speaks_of_classes(job / 'run')
 
 
-def test_an_interrupted_run_ends_as_one_that_was_not(job, monkeypatch):
-    finish_epoch = stages.finish_epoch
-
-    def interrupted(*given):
-        finish_epoch(*given)
-        raise KeyboardInterrupt
-
-    with monkeypatch.context() as patch:
-        patch.setattr(stages, 'finish_epoch', interrupted)
-        quantize(job, 'again', code=130)
+def test_an_interrupted_run_ends_as_one_that_was_not(job):
+    interrupt('epoch 2/2', 0, *line_of(job, 'again'))
     command('qat.py', 'quantize', '--resume', job / 'again')
     first, second = (read(job / name / 'report.json') for name in ('run', 'again'))
     assert first['epochs'] == second['epochs'] and first['best'] == second['best']

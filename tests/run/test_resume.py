@@ -5,7 +5,6 @@ import itertools
 import json
 import re
 import shutil
-import signal
 from dataclasses import replace
 from pathlib import Path
 
@@ -16,10 +15,9 @@ import torch
 import yaml
 from conftest import REPO
 from faults import sampled
-from zoo import command, image, load_quantized, same, settings, state
+from zoo import command, image, interrupt, load_quantized, same, settings, state
 
 from models.quantize.finetuning.loop import Epoch, finetune
-from models.quantize.run import adaptation, stages
 from utils.qat.core.errors import QatError
 from utils.qat.core.machine import versions
 from utils.qat.data.dataset import load_data, load_hyp
@@ -303,32 +301,12 @@ def whole(small, tmp_path_factory):
     return project / 'exp'
 
 
-def interrupted(at, number, *words):
-    """What a command says at which Ctrl-C is pressed at element `number` of the progress bar `at`."""
-
-    def bar(iterable, text, total=None, unit='batches'):
-        for i, item in enumerate(iterable):
-            if text == at and i == number:
-                # a shell's background job, and so a CI job, may ignore it
-                before = signal.signal(signal.SIGINT, signal.default_int_handler)
-                try:
-                    signal.raise_signal(signal.SIGINT)
-                finally:
-                    signal.signal(signal.SIGINT, before)
-            yield item
-
-    with pytest.MonkeyPatch.context() as patch:
-        for module in (stages, adaptation):
-            patch.setattr(module, 'bar', bar)
-        return command(*words, code=130)
-
-
 def test_interrupted_and_gone_on_with_is_the_same_run(small, whole, tmp_path):
     """Interrupted three times: inside an epoch, after learning but before scoring, and at the very end."""
     folder, words = tmp_path / 'exp', quantize(small, tmp_path)
     again = '--workers', 1, '--device', 'cpu', '--epochs', 3
     for at, number in (('epoch 1/3', 1), ('evaluating epoch 2', 0), ('evaluating best, val', 0)):
-        said = interrupted(at, number, *words)
+        said = interrupt(at, number, *words)
         assert said.endswith(f'; go on with: python qat.py quantize --resume {folder}\n')
         words = 'qat.py', 'quantize', '--resume', folder, *again
     resume(folder, *again)
@@ -357,7 +335,7 @@ def test_the_report_says_what_was_scored_on_which_images(whole):
 def stopped(small, tmp_path_factory):
     """A run that was interrupted in its second epoch. Do not write to it."""
     project = tmp_path_factory.mktemp('stopped')
-    interrupted('epoch 2/3', 0, *quantize(small, project))
+    interrupt('epoch 2/3', 0, *quantize(small, project))
     return project / 'exp'
 
 
@@ -459,6 +437,6 @@ def test_other_versions_warn_and_are_noted(stopped, whole, tmp_path):
 def test_a_new_run_in_the_folder_forgets_the_old_one(small, stopped, tmp_path):
     """It is interrupted before its PTQ, and does not continue with the old files."""
     shutil.copytree(stopped, tmp_path / 'exp')
-    said = interrupted('calibrating', 0, *quantize(small, tmp_path, '--exist-ok'))
+    said = interrupt('calibrating', 0, *quantize(small, tmp_path, '--exist-ok'))
     assert 'go on with' not in said and not (tmp_path / 'exp' / STATE).exists()
     assert 'before the calibrated model was saved' in resume(tmp_path / 'exp', code=2)

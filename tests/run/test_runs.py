@@ -21,7 +21,7 @@ import torch
 from conftest import TREE
 from faults import sampled
 from matplotlib.figure import Figure
-from zoo import command, program, python, same
+from zoo import command, interrupt, program, python, same
 
 from models.quantize.convert import find_twins
 from models.quantize.finetuning.loop import supervised_layers
@@ -257,16 +257,7 @@ def test_torchrun_beside_a_run(interrupted):
 def interrupted(small, tmp_path_factory):
     """The folder of a run of 3 epochs that was interrupted in the last. Do not write to it."""
     project = tmp_path_factory.mktemp('interrupted')
-
-    def bar(iterable, text, *_, **__):
-        for item in iterable:
-            if text == 'epoch 3/3':
-                raise KeyboardInterrupt
-            yield item
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(stages, 'bar', bar)
-        command(*quantize(small, project, '--epochs', 3, '--iters', 1, '--workers', 0), code=130)
+    interrupt('epoch 3/3', 0, *quantize(small, project, '--epochs', 3, '--iters', 1, '--workers', 0))
     return project / 'exp'
 
 

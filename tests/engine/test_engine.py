@@ -105,7 +105,12 @@ NO_PLANS = [  # file, major version, settings; what the message says
     ('typed int8', 8, {}, ['TensorRT 8 cannot', '--trt 8']),
     ('half', 8, {}, ['FP16 outside Q/DQ', '--trt 8']),
     (model_of('y = Relu(x)', {'x': []}, {'y': []}), 10, {}, ['input x is a single number']),
-    (model_of('y = Relu(x)', {'x': ['n', 'm']}, {'y': ['n', 'm']}), 10, {}, ['only the batch, and height and width']),
+    (
+        model_of('y = Relu(x)', {'x': ['n', 'm']}, {'y': ['n', 'm']}),
+        10,
+        {},
+        ['input x [None, None] has an open axis that is neither'],
+    ),
     ('float', 11, {'precision': 'fp16'}, ['--precision fp16', 'types of the file', '--trt 11 --half']),
     ('half', 10, {'precision': 'fp32'}, ['--precision fp32', 'FP16']),
     ('int8', 10, {'batch': (1, 4, 8)}, ['--batch 1,4,8', 'fixed batch of 1', '--dynamic']),
@@ -353,6 +358,7 @@ FLAGS = [  # file, major version, settings, whether layers are measured; flags t
     ('float', 10, {}, False, '--fp16', '--int8'),
     ('float', 10, {'precision': 'fp32'}, False, '', '--fp16 --int8'),
     ('float', 10, {'level': 5}, False, '--builderOptimizationLevel=5', ''),
+    ('float', 10, {'level': 0}, False, '--builderOptimizationLevel=0', ''),
     ('int8', 10, {}, True, f'{MEASURED} {ONCE}', '--skipInference'),
     ('int8', 11, {}, True, MEASURED, f'{ONCE} --skipInference'),
     (

@@ -164,16 +164,15 @@ def sensitive(config: SensitiveConfig, folder: Path | None) -> None:
     inputs = open_inputs(config)
     config = inputs.config
     require_known_head(inputs.model, 'sensitive', 'choose what stays in float with: python qat.py quantize --exclude')
-    images = inputs.calibration_images()
     loader = inputs.scored_images(square=True, limit=config.num_image or None, scored=config.metric != 'distortion')
 
     folder = open_folder(inputs, folder)
     if config.exchanges:
         paths = exchangeable(inputs.model, config.activation)
-        model = exchanged(inputs.model, config.activation, paths, bar(images, 'fitting activation functions'))
+        model = exchanged(inputs.model, config.activation, paths)
         calibration: dict[str, Any] = {'method': config.activation, 'biases': 'none', 'divergence': {}}
     else:
-        model, calibration = calibrated(inputs.model, images, config, bar)
+        model, calibration = calibrated(inputs.model, inputs.calibration_images(), config, bar)
     times = {'calibrate': time.perf_counter() - start}
     found = analyse(model, inputs.model, loader, inputs.data.names, config, calibration['biases'] != 'none', bar, times)
     times['all'] = time.perf_counter() - start

@@ -1,4 +1,4 @@
-"""Time a network with SiLU, Hardswish and ReLU, in float and in INT8, in OpenVINO and ONNX Runtime, in turns in one process.
+"""Time a network with SiLU, its polynomial and ReLU, in float and in INT8, in OpenVINO and ONNX Runtime, in turns in one process.
 
 Run it in a patched tree on a float checkpoint of one branch and a data YAML. The values of the weights change no time, so nothing is
 learnt here:
@@ -16,7 +16,6 @@ import os
 import sys
 import tempfile
 from collections.abc import Sequence
-from contextlib import suppress
 from copy import deepcopy
 from pathlib import Path
 from typing import Any
@@ -32,13 +31,12 @@ from models.quantize import checkpoint
 from models.quantize.activations import chosen_activations, exchanged, finished
 from models.quantize.calibration.calibrate import fit_ranges
 from models.quantize.calibration.ptq import prepare
-from openvino_nncf import CPU, quantized_by_nncf, time_in_turns
+from openvino_nncf import CPU, in_bf16, quantized_by_nncf, time_in_turns
 from utils.qat.backends.onnxruntime import OnnxRuntime
-from utils.qat.backends.openvino import OpenVINO, float_precisions
+from utils.qat.backends.openvino import OpenVINO
 from utils.qat.backends.pytorch import TorchModel
 from utils.qat.config.qat import ACTIVATIONS, QuantizeConfig
 from utils.qat.core.command import Parser, run_command
-from utils.qat.core.errors import QatError
 from utils.qat.core.files import require_data, require_file, write_json
 from utils.qat.core.log import quiet_upstream
 from utils.qat.core.text import markdown_table
@@ -83,10 +81,7 @@ def sessions_of(
             for name, file in files.items()
         }
     found = {'FP32': OpenVINO(folder / 'float.onnx', CPU), 'INT8': OpenVINO(folder / 'int8.onnx', CPU)}
-    if 'bf16' in float_precisions():
-        with suppress(QatError):  # ONEDNN_MAX_CPU_ISA disables BF16, which OpenVINO does not know
-            found['BF16'] = OpenVINO(folder / 'float.onnx', CPU, 'bf16')
-            found['BF16'].run({'images': next(iter(images))[:1]})
+    found |= in_bf16(folder / 'float.onnx', next(iter(images))[:1])
     if nncf:
         single = [image for batch in images for image in batch.split(1)]
         files = quantized_by_nncf(model, single, folder, {})
@@ -118,7 +113,7 @@ def measure(args: argparse.Namespace, folder: Path) -> dict[str, dict[str, float
                 images = calibration_images(data, config, teacher.stride, CPU)
                 model = teacher.model
                 if config.exchanges:
-                    model = finished(exchanged(model, activation, chosen_activations(model, config), images))
+                    model = finished(exchanged(model, activation, chosen_activations(model, config)))
                 found = sessions_of(model, images, config, folder / f'{engine}-{activation}', args.nncf)
                 sessions |= {f'{activation}, {name}': session for name, session in found.items()}
     return time_in_turns(sessions, next(iter(images))[:1], args.rounds)

@@ -129,6 +129,16 @@ def quantized_by_nncf(
     return files
 
 
+def in_bf16(file: Path, image: torch.Tensor) -> dict[str, OpenVINO]:
+    """Open a float file in BF16, under this name; nothing if the CPU has no instructions for it."""
+    if 'bf16' in float_precisions():
+        with suppress(QatError):  # ONEDNN_MAX_CPU_ISA disables BF16, which OpenVINO does not know
+            session = OpenVINO(file, CPU, 'bf16')
+            session.run({'images': image})
+            return {'BF16': session}
+    return {}
+
+
 def time_in_turns(sessions: dict[str, OpenVINO], image: torch.Tensor, rounds: int) -> dict[str, dict[str, float]]:
     """Run all files in turns on one image; returns name → median ms and CPU ms of a run.
 
@@ -193,11 +203,7 @@ def measure(args: argparse.Namespace, folder: Path) -> list[dict[str, Any]]:
             write(checkpoint.CheckpointFile(path).load_quantized(CPU)[0], f'qat{i}.onnx')
     files |= quantized_by_nncf(teacher.model, images, folder, times)
     sessions = {name: OpenVINO(file, CPU) for name, file in files.items()}
-    if 'bf16' in float_precisions():
-        with suppress(QatError):  # ONEDNN_MAX_CPU_ISA disables BF16, which OpenVINO does not know
-            bf16 = OpenVINO(files['float'], CPU, 'bf16')
-            bf16.run({'images': images[0]})
-            sessions['float, BF16'] = bf16
+    sessions |= {f'float, {name}': session for name, session in in_bf16(files['float'], images[0]).items()}
     timed = time_in_turns(sessions, images[0], args.rounds)
     scored = list(val_loader(data, config, teacher.stride, square=True, limit=args.images)) if args.images else []
     fastest = min(row['ms'] for name, row in timed.items() if name.startswith('NNCF'))

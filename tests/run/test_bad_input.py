@@ -60,11 +60,11 @@ qat.py quantize --weights {single} --hyp {hyp} --data {data} --imgsz 64 --worker
     --sensitive x.json                 | say what to do with it
     --sensitive x.json --max-drop 0.2  | x.json: no such file
     --exclude model.99                 | matches no quantized layer
-    --activation hardswish --target onnxruntime                 | ONNX Runtime computes it no faster
+    --activation polynomial --target onnxruntime                 | ONNX Runtime computes it no faster
     --activation-only model.0          | needs --activation
     --activation relu --activation-only model.77                | matches no quantized layer
     --activation relu --activation-epochs 0                     | must be 1 or more
-    --activation gelu                  | must be one of keep, hardswish, relu
+    --activation gelu                  | must be one of keep, polynomial, relu
     --weights resnet9 --dry-run        | no network of torchvision
 qat.py quantize --imgsz 64 --device cpu
                                        | required: --weights

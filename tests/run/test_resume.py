@@ -67,6 +67,13 @@ def test_without_hyp_images_are_as_they_are(small):
     assert orders[0] != orders[1]
 
 
+def test_images_without_labels_are_augmented_alike(small, tmp_path):
+    labelled = load_data(small.data)
+    shutil.copytree(labelled.train[0], tmp_path / 'images')
+    unlabelled = replace(labelled, train=[str(tmp_path / 'images')])
+    assert same(list(training(small)), list(training(small, unlabelled)))
+
+
 def test_an_epoch_does_not_depend_on_those_before(small):
     images = training(small)
     in_order = [list(images) for _ in range(3)]

@@ -1,6 +1,6 @@
-"""The float model with other activation functions learns to reproduce the unchanged one, before it is quantized.
+"""The float model with ReLU learns to reproduce the unchanged one, before it is quantized.
 
-The functions change gradually: with ReLU all at once the network begins with no detection at all, and ends lower. Quantizers are
+The functions change gradually: all at once the network begins with no detection at all, and ends lower. Quantizers are
 not there yet, so the calibration that follows sees the values of the model that was learnt.
 """
 
@@ -14,7 +14,7 @@ from models.quantize.activations import exchanges
 from models.quantize.finetuning.loop import Epoch, finetune
 from utils.qat.config.qat import QuantizeConfig
 
-RATES = {'hardswish': 5e-4, 'relu': 1e-3}  # --activation → highest learning rate
+RATE = 1e-3  # the highest learning rate
 EXCHANGED_AT = 0.6  # share of the steps after which only the new functions are left
 
 
@@ -32,7 +32,7 @@ def adapt(
     """
     share = next(iter(exchanges(student).values())).share
     images.passes = -(-config.iters // len(images.loader))
-    learning = replace(config, epochs=config.activation_epochs, lr=RATES[config.activation], task_loss=0.0)
+    learning = replace(config, epochs=config.activation_epochs, lr=RATE, task_loss=0.0)
     yield from finetune(
         student, teacher, images, learning, progress, after, lambda done: share.fill_(min(1.0, done / EXCHANGED_AT))
     )

@@ -1,4 +1,4 @@
-"""The stage of --activation, before the calibration: exchange activation functions, and teach the float model to work with them."""
+"""The stage of --activation, before the calibration: exchange activation functions, and teach the float model those that it has to learn."""
 
 from collections.abc import Iterable
 from copy import deepcopy
@@ -21,12 +21,11 @@ from utils.qat.run.state import ADAPTED, EPOCH, State, unfit_state
 def run_adaptation(
     inputs: Inputs,
     calibration: CalibrationInputs,
-    images: TrainingImages,
     state: State,
     scorer: StageScorer,
     keeper: Keeper,
 ) -> nn.Module:
-    """Exchange activation functions, teach the float model to work with them, save and score it, and return it.
+    """Exchange activation functions, teach the float model those that it has to learn, save and score it, and return it.
 
     With a summary that ranks them as many stay as config.max_drop needs before the model learns. Goes on from the last finished
     epoch.
@@ -35,8 +34,7 @@ def run_adaptation(
     if state.adapted:
         return keeper.load(state.adapted)
     paths = chosen_activations(inputs.model, config)
-    batches = bar(calibration.images, 'fitting activation functions')
-    student = exchanged(inputs.model, config.activation, paths, batches)
+    student = exchanged(inputs.model, config.activation, paths)
 
     def attempt(tried: FloatBlocks) -> tuple[float, Any]:
         trial = finished(restored(deepcopy(student), tried.activations))
@@ -48,6 +46,17 @@ def run_adaptation(
         state.kept_activations = blocks.activations
     student = restored(student, state.kept_activations)
     LOGGER.info(f'{len(exchanges(student))} activation functions become {config.activation}')
+    loss = learn(student, inputs, calibration.adaptation, state, keeper) if calibration.adaptation else None
+    score = (lambda saved: scorer.of_quantized(saved, ADAPTED)) if config.eval_ptq else None
+    result = keeper.save(finished(student).eval(), f'float_{config.activation}', state, score)
+    state.adapted, state.training = {'loss': loss, **result}, None
+    keeper.keep(state)
+    return keeper.load(state.adapted)
+
+
+def learn(student: nn.Module, inputs: Inputs, images: TrainingImages, state: State, keeper: Keeper) -> float:
+    """Teach an exchanged model in place, from the last finished epoch on; returns the loss of the last epoch."""
+    config = inputs.config
     after = Epoch(**state.training) if state.training else None
     images.epoch = after.number if after else 0
 
@@ -64,8 +73,4 @@ def run_adaptation(
             keeper.report(state)
     except UnfitState as e:
         raise unfit_state(keeper.folder, str(e)) from e
-    score = (lambda saved: scorer.of_quantized(saved, ADAPTED)) if config.eval_ptq else None
-    result = keeper.save(finished(student).eval(), f'float_{config.activation}', state, score)
-    state.adapted, state.training = {'loss': epoch.loss, **result}, None
-    keeper.keep(state)
-    return keeper.load(state.adapted)
+    return epoch.loss

@@ -62,7 +62,7 @@ class CalibrationInputs:
 
     images: Images
     float_blocks: FloatBlocks
-    adaptation: TrainingImages | None  # None without --activation
+    adaptation: TrainingImages | None  # None if no activation function has to be learnt
 
 
 @dataclass
@@ -134,7 +134,7 @@ def open_run(inputs: Inputs) -> RunInputs:
     calibration = None
     if float_blocks:
         varied = VARIED if inputs.task.augments and len(set(config.imgsz)) == 1 else None
-        adaptation = inputs.training_images(hyp or varied, task_loss=0.0) if config.exchanges else None
+        adaptation = inputs.training_images(hyp or varied, task_loss=0.0) if config.learns_activations else None
         calibration = CalibrationInputs(inputs.calibration_images(), float_blocks, adaptation)
     training = inputs.training_images(hyp) if config.epochs else None
     return RunInputs(scored, calibration, training)

@@ -76,10 +76,10 @@ def run_ptq(inputs: Inputs, calibration: CalibrationInputs, state: State, scorer
     if (config.eval_origin or config.max_drop is not None) and not state.origin:
         state.origin = scorer.of_float()
     reference = inputs.model
-    if calibration.adaptation:
+    if config.exchanges:
         from models.quantize.run.adaptation import run_adaptation  # here, because few runs need it
 
-        reference = run_adaptation(inputs, calibration, calibration.adaptation, state, scorer, keeper)
+        reference = run_adaptation(inputs, calibration, state, scorer, keeper)
     start = time.perf_counter()
 
     def attempt(tried: FloatBlocks) -> tuple[float, tuple[nn.Module, dict[str, Any]]]:

@@ -14,7 +14,7 @@ from utils.qat.core.errors import QatError
 from utils.qat.core.files import in_tree, require_data, require_file, require_source, require_yaml
 
 CANDIDATES = ('l2.4', 'fisher')  # --calib-method auto takes the better of them
-ACTIVATIONS = ('keep', 'hardswish', 'relu')
+ACTIVATIONS = ('keep', 'polynomial', 'relu')
 CALIB_METHODS = ('auto', *CANDIDATES, 'mse', 'percentile', 'max')
 SCALE_POLICIES = ('tied', 'free')
 AMP = ('off', 'bf16', 'fp16')
@@ -169,7 +169,7 @@ class CalibrationConfig(ModelConfig):
 
     activation: str = activations(
         'keep',
-        'exchange SiLU for a function that costs INT8 engines nothing',
+        'exchange SiLU for a function that INT8 engines compute faster: a polynomial near to it, or a ReLU, which the model has to learn',
         allowed=ACTIVATIONS,
     )
 
@@ -244,7 +244,7 @@ class QuantizeConfig(CalibrationConfig):
         (), 'layers whose functions are exchanged, by path; default: all', metavar='REGEX'
     )
     activation_epochs: int = activations(
-        10, 'epochs, of --iters steps, in which the model learns them', allowed=Range(1)
+        10, 'epochs, of --iters steps, in which the model learns its ReLUs', allowed=Range(1)
     )
     exclude: tuple[str, ...] = layers(
         (),
@@ -273,6 +273,11 @@ class QuantizeConfig(CalibrationConfig):
         metavar='FOLDER',
     )
 
+    @property
+    def learns_activations(self) -> bool:
+        """Whether the model has to learn other activation functions."""
+        return self.activation == 'relu'
+
     def precision(self, device: str) -> str:
         """Choose the precision of the fine-tuning on a type of device, such as 'cuda': --amp or its default."""
         return self.amp or ('fp16' if device == 'cuda' else 'off')
@@ -285,7 +290,7 @@ class QuantizeConfig(CalibrationConfig):
         """Check the options that need or exclude each other; see Settings.problems."""
         yield (
             self.activation_only and not self.exchanges,
-            '--activation-only: needs --activation hardswish or relu; leave it out',
+            '--activation-only: needs --activation polynomial or relu; leave it out',
         )
         choosing = ['--keep-float'] * bool(self.keep_float) + ['--max-drop'] * (self.max_drop is not None)
         yield (

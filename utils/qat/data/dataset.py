@@ -14,6 +14,7 @@ from typing import Any
 
 import cv2
 import numpy as np
+from utils.augmentations import Albumentations
 from utils.dataloaders import IMG_FORMATS, LoadImagesAndLabels, img2label_paths
 from utils.general import ROOT
 from utils.segment.dataloaders import LoadImagesAndLabelsAndMasks
@@ -138,12 +139,19 @@ def _check_polygons(dataset: LoadImagesAndLabels, data: Data) -> None:
 
 
 class Readable:
-    """Mixin for upstream's datasets that letterboxes to rectangles too, and names images that OpenCV cannot read."""
+    """Mixin for upstream's datasets: letterboxes to rectangles too, augments images without labels, names unreadable images."""
 
     im_files: list[str]
     shapes: np.ndarray
+    rect: bool
     img_size: Any
     sides: Sides | None = None  # of the letterboxed images, if height and width differ
+
+    def __init__(self, *args: Any, augment: bool = False, **options: Any) -> None:
+        super().__init__(*args, **options)
+        if augment:  # afterwards, because upstream refuses to augment images without labels
+            self.augment, self.mosaic = True, not self.rect
+            self.albumentations = Albumentations(size=self.img_size)
 
     def load_image(self, i: int) -> tuple:
         """Load image `i`, resized to fit, or raise a QatError that names it."""

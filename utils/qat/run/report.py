@@ -132,8 +132,8 @@ def run_table(report: dict[str, Any], brief: bool = False) -> str:
 
     rows = [row('float', report['origin'], ''), row('PTQ', report['ptq'], '')]
     if report.get('adapted'):
-        exchanged = f'float with {report["settings"]["activation"]}'
-        rows.insert(1, row(exchanged, report.get('adapted'), f'{report["adapted"]["loss"]:.3g}'))
+        exchanged, loss = f'float with {report["settings"]["activation"]}', report['adapted']['loss']
+        rows.insert(1, row(exchanged, report['adapted'], '' if loss is None else f'{loss:.3g}'))
     rows += [row(f'QAT epoch {e["epoch"]}', e, f'{e["loss"]:.3g}') for e in report['epochs']]
     if len(report['epochs']) >= LAST:
         last = {**mean_of(report['epochs'][-LAST:]), 'against_float': report['last_epochs']}

@@ -74,6 +74,7 @@ def _shares(value: Any) -> bool:
     )
 
 
+LOSS = NONE, POSITIVE  # of an adaptation; None if nothing was learnt
 SCORED = tuple({**metrics, 'sqnr': SQNR, 'against_float?': AGAINST, 'file': _file} for metrics in STAGES)
 KINDS = {  # the file: see State, and json_schema.misfit for the form. Settings are checked later
     'format': INDEX,
@@ -84,7 +85,7 @@ KINDS = {  # the file: see State, and json_schema.misfit for the form. Settings 
     'classes': {str: str},
     'images': {'val': COUNT, 'held out?': COUNT, 'train': COUNT},
     'origin': (NONE, *STAGES),
-    'adapted': (NONE, {'loss': POSITIVE, 'file': _file}, *({'loss': POSITIVE, **scored} for scored in SCORED)),
+    'adapted': (NONE, {'loss': LOSS, 'file': _file}, *({'loss': LOSS, **scored} for scored in SCORED)),
     'kept_activations': [str],
     'calibration': (NONE, CALIBRATION),
     'kept_float': [str],

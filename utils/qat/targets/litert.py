@@ -11,7 +11,6 @@ TARGET = Target(
     'litert',
     activations=True,
     zero_points='any',
-    gains_by=('relu',),  # its HARD_SWISH has one slope, and is a kernel of its own
     add_policies={'both': 'each', 'residual': 'each'},
     only_here='TensorRT reads no zero points, and in OpenVINO the file is slower',
     in_openvino='the Q/DQ around SiLU cost OpenVINO a quarter more time',

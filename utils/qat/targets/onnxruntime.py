@@ -10,7 +10,6 @@ TARGET = Target(
     'onnxruntime',
     activations=True,
     zero_points='any',
-    gains_by=('relu',),  # a Hardswish is as many kernels as SiLU
     add_policies={'residual': 'each'},  # its Add is a kernel by itself, and reads two scales
     only_here='TensorRT reads no unsigned INT8, and in OpenVINO the file is slower',
     in_openvino='the Q/DQ around SiLU cost OpenVINO a quarter more time',

@@ -37,7 +37,7 @@ class Target:
     zero_points: Literal['none', 'unsigned', 'any'] = 'none'
     add_policies: Mapping[str, str] = field(default_factory=dict)
     int8_outputs: frozenset[str] = frozenset()
-    gains_by: tuple[str, ...] = ('hardswish', 'relu')
+    gains_by: tuple[str, ...] = ('relu',)
     only_here: str = ''
     in_openvino: str = ''
     in_openvino_classes: str = ''

@@ -396,6 +396,7 @@ def test_a_command_is_named_as_it_was_reached(tmp_path, monkeypatch):
     for typed, folder in tree.items():
         monkeypatch.setattr(sys, 'orig_argv', ['python', '-u', typed, '--weights', 'x.pt'])
         assert command('val_trt.py', '--weights', file) == f"python {folder}val_trt.py --weights '{file}'"
+        assert command('val_trt.py', Path('-x.onnx')).endswith('val_trt.py ./-x.onnx'), 'no option'
 
 
 def test_after_a_picture_of_an_engine(tmp_path):

@@ -327,6 +327,18 @@ VERBS = (), ('--check',), ('--revert',), ('--revert', '--force')
 
 
 @pytest.mark.parametrize(
+    'content, says',
+    [('a' * 1500, 'is longer than any'), ('# moved qat.py\n' * 14_000, 'has more than 200000 bytes')],
+    ids=['line', 'size'],
+)
+def test_a_manifest_has_bounds(upgrade, content, says):
+    _, new, tree = upgrade
+    patch(tree, script=new)
+    (tree / MANIFEST).write_text((tree / MANIFEST).read_text() + content)
+    refused(patch(tree, '--check', script=new), says)
+
+
+@pytest.mark.parametrize(
     'content', ['a' * 150_000, '# moved qat.py\n' * 9_000, 'a' * 3_000_000], ids=['line', 'lines', 'size']
 )
 @pytest.mark.faults

@@ -3,11 +3,13 @@
 import json
 from copy import deepcopy
 
+import classifiers
 import numpy as np
 import onnx
 import pytest
 import torch
 import torch.nn as nn
+from torchvision.ops.misc import SqueezeExcitation
 from zoo import command, image, interrupt, load_any, load_float, output, same, settings, tensors
 
 from models.deploy.formats.onnx import export_onnx
@@ -56,6 +58,13 @@ def kinds(model):
     return [type(model.get_submodule(path)) for path in exchangeable(model, 'relu')], [
         m for m in model.modules() if type(m) is nn.ReLU
     ]
+
+
+def test_the_gates_of_squeeze_and_excitation_stay():
+    model = classifiers.build('efficientnet_b0')
+    gates = [path for path, m in model.named_modules() if isinstance(m, SqueezeExcitation)]
+    found = exchangeable(model, 'relu')
+    assert gates and found and not [path for path in found if path.startswith(tuple(gates))]
 
 
 def test_what_is_restored_has_its_old_function(small):

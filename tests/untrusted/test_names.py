@@ -11,6 +11,7 @@ import os
 import re
 import shutil
 import sys
+from pathlib import Path
 
 import onnx
 import pytest
@@ -22,6 +23,7 @@ from onnx import helper
 from zoo import settings
 
 from models.deploy.formats.deepstream import deepstream_config
+from utils.qat.backends.file_model import stride_and_names
 from utils.qat.core.command import run_command
 from utils.qat.core.errors import QatError
 from utils.qat.core.files import write_document
@@ -219,6 +221,14 @@ def test_of_an_onnx_file(material, refuses):
             refuses(line, 'the name of class 3')
     with_metadata(given, names='[' + 'a,' * 1_000_000 + ']', stride='\x1b[2J')
     refuses(val, 'cannot be read')
+
+
+@pytest.mark.parametrize(
+    'text, stride', [('16', 16), ('32.0', 32), ('0', None), ('2048', None), ('nan', None), ('', None)]
+)
+def test_the_stride_in_the_metadata_of_an_export(text, stride):
+    with contextlib.nullcontext() if stride else pytest.raises(QatError, match='its metadata, stride .*cannot be read'):
+        assert stride_and_names(Path('x.onnx'), {'stride': text}) == (stride, None)
 
 
 def test_odd_names_are_shown_as_they_are_typed(material, tmp_path, says):

@@ -338,6 +338,17 @@ def test_a_manifest_has_bounds(upgrade, content, says):
     refused(patch(tree, '--check', script=new), says)
 
 
+@pytest.mark.parametrize('verb', [(), ('--check',), ('--revert', '--force')], ids=' '.join)
+def test_a_manifest_that_is_a_link(upgrade, tmp_path, verb):
+    _, new, tree = upgrade
+    patch(tree, script=new)
+    elsewhere = (tree / MANIFEST).rename(tmp_path / 'elsewhere')
+    (tree / MANIFEST).symlink_to(elsewhere)
+    before = everything(tree), elsewhere.read_bytes()
+    refused(patch(tree, *verb, script=new), f'{MANIFEST} is no file')
+    assert (everything(tree), elsewhere.read_bytes()) == before
+
+
 @pytest.mark.parametrize(
     'content', ['a' * 150_000, '# moved qat.py\n' * 9_000, 'a' * 3_000_000], ids=['line', 'lines', 'size']
 )

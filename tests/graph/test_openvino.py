@@ -282,14 +282,17 @@ def test_the_folder_for_ultralytics(whole, small, tmp_path):
     found = yaml.safe_load((folder / 'metadata.yaml').read_text())
     assert (found['stride'], found['task'], found['names']) == (32, 'detect', names)
     assert (found['batch'], found['channels'], found['imgsz'], found['dynamic']) == (1, 3, [SIDE, SIDE], False)
-    (tmp_path / 'model.pt').write_bytes(small.quantized.read_bytes())
-    (tmp_path / 'model_openvino_model').mkdir()
-    theirs = tmp_path / 'model_openvino_model' / 'metadata.yaml'
+    (tmp_path / 'mine.pt').write_bytes(small.quantized.read_bytes())
+    (tmp_path / 'mine_openvino_model').mkdir()
+    theirs = tmp_path / 'mine_openvino_model' / 'metadata.yaml'
     theirs.write_text('author: another program')
-    said = command(
-        'export_qat.py', '--weights', tmp_path / 'model.pt', '--include', 'openvino', '--imgsz', SIDE, code=2
-    )
-    assert f'{theirs}: is there already' in said and not (tmp_path / 'model.xml').exists()
+    said = command('export_qat.py', '--weights', tmp_path / 'mine.pt', '--include', 'openvino', '--imgsz', SIDE, code=2)
+    assert f'{theirs}: is there already' in said and not (tmp_path / 'mine.xml').exists()
+    theirs.unlink()
+    again = 'export_qat.py', '--weights', tmp_path / 'mine.pt', '--imgsz', SIDE, '--include', 'openvino'
+    command(*again, 'onnx')
+    command(*again, '--dynamic')
+    assert yaml.safe_load(theirs.read_text())['dynamic'], 'the folder of the same model is replaced'
 
 
 def test_one_score_from_each_engine(whole, small, tmp_path):

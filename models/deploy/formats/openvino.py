@@ -108,8 +108,8 @@ def folder_of(path: Path) -> Path:
     return path.with_name(f'{path.stem}_openvino_model')
 
 
-def metadata_yaml(source: Path) -> str:
-    """Write the metadata of an .onnx file as YAML; the first line tells whose file it is."""
+def metadata_yaml(source: Path, model: str) -> str:
+    """Write the metadata of an .onnx file as YAML; the first line tells whose file it is, by the name of the model."""
 
     def value(text: str) -> object:
         try:
@@ -118,9 +118,7 @@ def metadata_yaml(source: Path) -> str:
             return text
 
     found = onnx.load(source, load_external_data=False).metadata_props
-    return f'# {source.stem}, by yolov9-qat\n' + yaml.safe_dump(
-        {p.key: value(p.value) for p in found}, allow_unicode=True
-    )
+    return f'# {model}, by yolov9-qat\n' + yaml.safe_dump({p.key: value(p.value) for p in found}, allow_unicode=True)
 
 
 class OpenVINOFormat(Format):
@@ -135,10 +133,12 @@ class OpenVINOFormat(Format):
 
     @override
     def write(self, export: Export, path: Path) -> Written:
-        metadata = metadata_yaml(export.made('onnx').path)
+        metadata = metadata_yaml(export.made('onnx').path, path.stem)
         require_own(folder_of(path) / METADATA, metadata)
         written = self.converted(export, path)
-        return replace(written, lines=[*written.lines, f'-> {write_folder(path, metadata)}, the same for Ultralytics'])
+        images = '' if export.predict.task.boxes else ', which normalizes no images: for it take onnx_end2end'
+        line = f'-> {write_folder(path, metadata)}, the same for Ultralytics{images}'
+        return replace(written, lines=[*written.lines, line])
 
     def converted(self, export: Export, path: Path) -> Written:
         """Write the .xml and .bin of the ONNX file that is their source, if OpenVINO computes what it shall."""

@@ -221,6 +221,15 @@ def test_upgrades_an_older_version(upgrade, flags):
     assert contents(tree) == before
 
 
+def test_an_upgrade_keeps_what_was_edited_and_is_no_longer_ours(upgrade):
+    old, new, tree = upgrade
+    patch(tree, script=old)
+    (tree / 'utils/qat/gone.py').write_text('mine')
+    result = patch(tree, script=new)
+    assert result.returncode == 0 and 'kept though it is no longer ours: utils/qat/gone.py' in result.stdout
+    assert (tree / 'utils/qat/gone.py').read_text() == 'mine'
+
+
 # ---- killed, at every point ----------------------------------------------------------------------------------------------
 
 WRITERS = 'cp ln mkdir mv rm rmdir find'.split()  # what the script changes files with, besides > into its own folder

@@ -217,7 +217,8 @@ def student():
 def state(model):
     return {k: v.clone() for k, v in model.state_dict().items()}
 
-result, teacher = {}, checkpoint.CheckpointFile(job['single']).load_float()
+gathered = distributed.merged([0, None, 2] if me == 0 else [None, 'b'])
+result, teacher = {'gathered': gathered}, checkpoint.CheckpointFile(job['single']).load_float()
 model = student()
 step = TrainingStep(model, teacher, supervised_layers(model, 1), job['lr'])
 result['loss'], result['step'] = step(job['batches'][me]), state(model)
@@ -307,6 +308,11 @@ def test_what_is_not_finite_anywhere_stops_both(pair):
     first, second, _ = pair
     assert first['said'] == second['said'] == 'the loss is not finite from layer model.0 on'
     assert same(first['after'], first['step']) and same(second['after'], second['step'])
+
+
+def test_results_come_in_the_order_of_one_process(pair):
+    """Nothing is a result too."""
+    assert pair[0]['gathered'] == [0, None, None, 'b', 2] and pair[1]['gathered'] == []
 
 
 def test_histograms_merge_to_that_of_all_values(pair):

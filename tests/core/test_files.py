@@ -2,8 +2,11 @@
 
 from pathlib import Path
 
+import pytest
+
 from utils.qat.core import files
-from utils.qat.core.files import distinct_names, in_tree, is_network
+from utils.qat.core.errors import QatError
+from utils.qat.core.files import distinct_names, in_tree, is_network, require_own
 
 
 def test_files_of_one_name_are_told_apart_by_their_path_and_then_by_their_place():
@@ -27,3 +30,25 @@ def test_a_bare_name_of_two_files_in_the_tree_names_neither(tmp_path, monkeypatc
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).touch()
     assert in_tree('one.yaml') == tmp_path / 'data/one.yaml' and in_tree('two.yaml') == Path('two.yaml')
+
+
+OWN = {  # what is there, what is to be written → it is ours
+    'the same': ('text\n', 'text\n', True),
+    'one byte more': ('text\nx', 'text\n', False),
+    'one byte less': ('text', 'text\n', False),
+    'the same source': ('# m.pt\nold', '# m.pt\nnew', True),
+    'another source': ('# n.pt\nnew', '# m.pt\nnew', False),
+    'a first line that goes on': ('# m.pt2\nold', '# m.pt\nnew', False),
+    'a first line that is no comment': ('m.pt\nold', 'm.pt\nnew', False),
+}
+
+
+@pytest.mark.parametrize('case', OWN)
+def test_only_a_file_of_the_same_source_is_replaced(case, tmp_path):
+    there, text, ours = OWN[case]
+    (tmp_path / 'labels.txt').write_text(there)
+    if ours:
+        require_own(tmp_path / 'labels.txt', text)
+    else:
+        with pytest.raises(QatError, match='is there already'):
+            require_own(tmp_path / 'labels.txt', text)

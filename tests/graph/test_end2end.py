@@ -44,6 +44,7 @@ from utils.qat.evaluation.evaluate import evaluate
 from utils.qat.graph.audit import audit, coverage
 from utils.qat.graph.nms import DOMAIN, GraphWriter, add_nms, add_standard
 from utils.qat.graph.onnx_graph import count_qdq, opset
+from utils.qat.graph.passes import set_metadata
 from utils.qat.graph.triton_config import triton_config
 
 CPU = torch.device('cpu')
@@ -570,6 +571,14 @@ def test_detections_are_those_of_nms_outside(exported, images, predictions, tmp_
         lengths = [len(d) for d in wanted]
         assert max(lengths) >= 3 and (nms.conf_thres < 0.1 or min(lengths) == 0)
         assert nms.topk_all > 3 or lengths.count(3) > 3
+
+
+def test_a_threshold_in_the_metadata_is_a_score_or_unknown(exported, tmp_path):
+    export_end2end(exported(DETECTOR, 'float'), tmp_path / 'model.onnx', STANDARD)
+    model = onnx.load(tmp_path / 'model.onnx')
+    for text, read in {'0': 0, '0.25': 0.25, '1': 1, '1.5': None, '-0.1': None, 'nan': None, 'high': None}.items():
+        onnx.save(set_metadata(model, conf_thres=text), tmp_path / 'model.onnx')
+        assert open_file(tmp_path / 'model.onnx').conf_thres == read, text
 
 
 @pytest.mark.parametrize('settings', sampled([{}, {'class_agnostic': True}, {'topk_all': 3}], 2), ids=str)

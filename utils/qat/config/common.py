@@ -27,7 +27,7 @@ class FolderConfig(Settings):
 
     project: Path = option(Path('runs'), 'results go to PROJECT/NAME')
     name: str = option('exp', 'results go to PROJECT/NAME')
-    exist_ok: bool = option(False, 'write into PROJECT/NAME even if it exists, of an earlier run')
+    exist_ok: bool = option(False, 'write into PROJECT/NAME of an earlier run')
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,7 +36,7 @@ class LabelledConfig(Settings):
 
     data: Path | None = option(
         None,
-        'data YAML; its val images are used. For classifiers: a folder with one folder of images for each class',
+        'data YAML; its val images are used. For classifiers: a folder with a folder per class',
         parse=in_tree,
     )
     images: int = option(0, 'images of the data, at most, evenly spread; 0 = all', allowed=OR_ALL)
@@ -44,10 +44,9 @@ class LabelledConfig(Settings):
     workers: int = run(8, 'data loading processes', allowed=Range(0))
     classes: Path | None = classifiers(
         None,
-        'text file that names the folder of each class, a line for each output, such as the synset list of ImageNet; default: by index, '
-        'by the names in the model, or in order',
+        'text file with the folder of each class, a line for each output; default: by index, by the names in the model, or in order',
     )
-    mean: tuple[float, ...] = classifiers((0.0, 0.0, 0.0), 'mean of the images, in 0..1, such as 0.485 0.456 0.406')
+    mean: tuple[float, ...] = classifiers((0.0, 0.0, 0.0), 'mean of the images, such as 0.485 0.456 0.406')
     std: tuple[float, ...] = classifiers((1.0, 1.0, 1.0), 'their standard deviation, such as 0.229 0.224 0.225')
 
     def problems(self) -> Iterable[tuple[Any, str]]:

@@ -85,11 +85,11 @@ class BuildConfig(Settings):
     onnx: Path = option(MISSING, 'file of export_qat.py, or any other', metavar='MODEL.onnx', positional=True)
     engine: Path = option(None, 'where to write; default: MODEL.engine beside the ONNX file')
     imgsz: Sides | None = option(
-        None, 'height and width in pixels. If they are fixed in the file, they must be equal', *SIZE, allowed=Range(1)
+        None, 'height and width in pixels, for a file that leaves them open', *SIZE, allowed=Range(1)
     )
     batch: tuple[int, ...] | None = option(  # smallest, fastest, largest
         None,
-        'for a file with an open batch axis: MIN,OPT,MAX (smallest, fastest, largest) or one number. Default 1',
+        'for a file with an open batch: MIN,OPT,MAX (smallest, fastest, largest) or one number. Default 1',
         parse=min_opt_max,
     )
     precision: str = option(
@@ -99,15 +99,11 @@ class BuildConfig(Settings):
     )
     workspace: int = option(WORKSPACE, 'memory for kernels', metavar='MIB', allowed=MEMORY)
     _: KW_ONLY
-    timing_cache: Path = option(
-        None, 'file of kernel timings, read and extended by the build; default: beside the engine'
-    )
+    timing_cache: Path = option(None, 'file of kernel timings; default: beside the engine')
     level: int | None = option(
-        None, "TensorRT's optimization level, 0 (fast build) to 5 (fast engine); default: its own", allowed=Range(0, 5)
+        None, "TensorRT's optimization level, 0 (fast build) to 5 (fast engine)", allowed=Range(0, 5)
     )
-    backend: str = option(
-        ENGINE_BACKEND, 'TensorRT, or TensorRT-RTX; the builder of TensorRT-RTX needs no GPU', allowed=ENGINES
-    )
+    backend: str = option(ENGINE_BACKEND, 'TensorRT, or TensorRT-RTX, which builds without a GPU', allowed=ENGINES)
     trtexec: bool = option(True, 'use the Python package even if trtexec is found')
     tune_build_routes: str | None = option(
         None,
@@ -116,7 +112,7 @@ class BuildConfig(Settings):
     )
     accuracy_threshold: float | None = option(
         None,
-        "with it: largest cosine distance of an output from ONNX Runtime's, such as 0.01",
+        "with it: largest cosine distance from ONNX Runtime's outputs, such as 0.01",
         allowed=Range(0),
     )
 
@@ -158,8 +154,7 @@ class BenchmarkConfig(LabelledConfig, FolderConfig):
     )
     imgsz: tuple[str, ...] | None = measurement(  # see `sizes`
         None,
-        'for a .pt and a file with open height and width: sizes in pixels, such as 320,640,480x640; '
-        'default for a .pt: that of the quantization, else 640, for a classifier 224',
+        'for a .pt and a file with open height and width: sizes in pixels, such as 320,640,480x640',
         *SIZE,
     )
     duration: float = measurement(
@@ -182,15 +177,15 @@ class BenchmarkConfig(LabelledConfig, FolderConfig):
     cuda_graph: bool = measurement(
         True, 'launch the kernels of an engine one by one'
     )  # trtexec 11 replays a graph as well
-    workspace: int = measurement(WORKSPACE, 'memory for the kernels when an engine is built, in MiB', allowed=MEMORY)
+    workspace: int = measurement(WORKSPACE, 'MiB for the kernels of an engine that is built', allowed=MEMORY)
     baseline: str | None = measurement(
         None,
-        'what each row is compared with: a file or a backend; default: the float file in the same backend',
+        'what each row is compared with; default: the float file in the same backend',
         metavar='FILE|BACKEND',
     )
     data: Path | None = scores(
         None,
-        'score each model too, on the val images of this data YAML; of classifiers a folder with a folder per class',
+        'score each model too; data YAML, or folder of classes',
     )
     batch_size: int = option(10, '')  # of the scoring; --batch is measured
     project: Path = option(Path('runs/benchmark'), 'results go to PROJECT/NAME, engines to PROJECT/engines')
@@ -240,7 +235,7 @@ class CompareConfig(LabelledConfig, FolderConfig):
     top: int = comparison(10, 'ranks to compare', allowed=Range(1))
     show: int = comparison(
         3,
-        'images whose best detections or classes stand side by side in the report; 0 = none',
+        'images that the report shows side by side; 0 = none',
         allowed=Range(0),
     )
     backend: tuple[str, ...] | None = option(
@@ -276,9 +271,7 @@ class VerifyConfig(FolderConfig):
     segment_data: Path | None = option(None, 'its data YAML')
     classify: Path | None = option(None, 'INT8 checkpoint of a classifier; without it those rows are skipped')
     classify_data: Path | None = option(None, 'the folder of its images')
-    backend: str = option(
-        ENGINE_BACKEND, 'TensorRT, or TensorRT-RTX; the builder of TensorRT-RTX needs no GPU', allowed=ENGINES
-    )
+    backend: str = option(ENGINE_BACKEND, 'TensorRT, or TensorRT-RTX, which builds without a GPU', allowed=ENGINES)
     images: int = option(100, 'number of val images that the files are compared on, at most', allowed=Range(1))
     minutes: float = option(
         20.0, 'time for all rows; rows that have not begun by then are skipped', allowed=Range(0, without=0)

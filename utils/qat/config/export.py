@@ -129,7 +129,7 @@ class ExportConfig(OnnxConfig):
 
     weights: Path = option(
         MISSING,
-        'quantized or float checkpoint (.pt), or a network of torchvision, such as resnet18; of several each is exported',
+        'checkpoint (.pt), or a network of torchvision, such as resnet18; of several each is exported',
         each=True,
     )
     include: tuple[str, ...] = option(('onnx',), 'files to write', allowed=tuple(FORMATS))
@@ -144,21 +144,19 @@ class ExportConfig(OnnxConfig):
     inplace: bool = option(False, "set the head's inplace flag, as upstream's export does")
     half: bool = option(
         False,
-        'FP16 for a float checkpoint: of an ONNX file with --trt 11 (INT8 always has it there), of pt2 and aoti for GPUs',
+        'FP16 for a float checkpoint: ONNX with --trt 11 (where INT8 always has it), pt2 and aoti for GPUs',
     )
-    device: str = run('cpu', "device for tracing, and of an aoti package: 'cpu' or a GPU number")
+    device: str = run('cpu', "'cpu' or a GPU number, for tracing and of an aoti package")
     verify: Path | None = verifying(
         None,
-        'compare the file with PyTorch, on the val: images of this data; exit code 1 above a limit',
+        'compare the file with PyTorch on the val: images; exit code 1 above a limit',
         metavar='DATA.yaml',
         parse=in_tree,
     )
-    verify_images: int = verifying(
-        100, 'images for --verify, at most, evenly spread over val:; 0 = all', allowed=OR_ALL
-    )
+    verify_images: int = verifying(100, 'images for --verify, at most; 0 = all', allowed=OR_ALL)
     backend: str = verifying(
         'onnxruntime',
-        'what runs .onnx files for --verify; OpenVINO runs its own anyway',
+        'what runs .onnx files for --verify',
         allowed=('onnxruntime', 'openvino'),
     )
     max_ap_diff: float | None = verifying(
@@ -177,7 +175,7 @@ class ExportConfig(OnnxConfig):
     class_agnostic: bool = inside(Nms.class_agnostic, 'boxes of different classes drop each other too')
     mask_resolution: int = masks_inside(
         Pooling.mask_resolution,
-        'R: a mask has R x R values, which cover the box of its detection',
+        'R: a mask has R x R values over its box',
         allowed=Range(1, 1024),
     )
     pooler_scale: float = masks_inside(
@@ -191,7 +189,7 @@ class ExportConfig(OnnxConfig):
 
     formats: tuple[str, ...] = by_torch_tensorrt(
         TorchTensorRT.formats,
-        'ep: exported program with the engine inside. ts: TorchScript, for C++ with libtorch. engine: the engine alone',
+        'ep: exported program. ts: TorchScript, for C++. engine: the engine alone',
         allowed=tuple(TORCH_TENSORRT_FILES),
     )
     dtype: str = by_torch_tensorrt(TorchTensorRT.dtype, 'types outside of Q/DQ', allowed=('fp16', 'fp32'))
@@ -236,7 +234,7 @@ class ExportConfig(OnnxConfig):
 class DeepStreamConfig(OnnxConfig):
     """Settings of `export_yoloV9.py`."""
 
-    weights: Path = option(MISSING, 'quantized or float checkpoint (.pt); auxiliary branches are left out', '-w')
+    weights: Path = option(MISSING, 'checkpoint (.pt); auxiliary branches are left out', '-w')
     size: Sides = option(  # None until the model is known
         None,
         'height and width in pixels, or one number for both; default: that of the quantization, else 640',

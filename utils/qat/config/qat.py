@@ -35,11 +35,11 @@ class ModelConfig(FolderConfig, LoaderConfig):
     SUFFIXES: ClassVar[tuple[str, ...]] = CHECKPOINTS  # of `weights`
     weights: Path = option(
         MISSING,
-        'checkpoint (.pt), or a network of torchvision with its pretrained weights, such as resnet50 or their file (.pth)',
+        'checkpoint (.pt), or pretrained weights of torchvision: a name, such as resnet50, or a file (.pth)',
     )
     data: Path = option(
         COCO,
-        'data YAML: train, val, names; of a classifier a folder with train/ and val/, in each a folder per class',
+        'data YAML; of a classifier a folder with train/ and val/',
         parse=in_tree,
     )
     _: KW_ONLY
@@ -75,14 +75,12 @@ class EvalConfig(ModelConfig):
     """Settings of `qat.py eval`."""
 
     SUFFIXES = CHECKPOINTS + EXPORTED
-    weights: Path = option(
-        MISSING, 'checkpoint (.pt, quantized or float), .onnx, .xml or .tflite; of several each is scored', each=True
-    )
+    weights: Path = option(MISSING, 'checkpoint (.pt), .onnx, .xml or .tflite; of several each is scored', each=True)
     _: KW_ONLY
     project: Path = Path('runs/qat_eval')
     imgsz: Sides = option(  # None until the file has been read
         None,
-        'height and width in pixels, or one number for both; default: that of the file or of the quantization, else 640',
+        'height and width in pixels, or one number for both; default: that of the file or the quantization, else 640',
         *SIZE,
         allowed=Range(32),
     )
@@ -90,7 +88,7 @@ class EvalConfig(ModelConfig):
     iou_thres: float = scores(0.7, 'IoU above which NMS drops a box, likewise', allowed=SHARE)
     square: bool = scores(
         False,
-        'letterbox to squares, as for exported files; default: padded rectangles, as val.py, where AP depends a little on --batch-size',
+        'letterbox to squares, as for exported files; default: padded rectangles, as val.py',
     )
     save_json: bool = True  # write the detections, in COCO's result format
     baseline: Path | None = option(None, 'another model, such as the float one; the report has the differences')
@@ -144,22 +142,22 @@ class CalibrationConfig(ModelConfig):
         + ''.join(f'. {name}: {engine.placement}' for name, engine in TARGETS.items() if engine.placement),
         allowed=tuple(TARGETS),
     )
-    seed: int = run(57, 'seed of all random numbers; it repeats a result on the same machine', allowed=SEED)
-    calib_images: int = calibration(512, 'training images to calibrate on, at most; not augmented', allowed=Range(1))
+    seed: int = run(57, 'seed of all random numbers', allowed=SEED)
+    calib_images: int = calibration(512, 'training images to calibrate on, at most', allowed=Range(1))
     calib_method: str = calibration(
         'auto',
-        'range of an activation. mse, l2.4: least rounding error, to the power 2 or 2.4. fisher: least change of the detections. '
+        'range of an activation. mse, l2.4: least error, to the power 2 or 2.4. fisher: least change of the detections. '
         'auto: the better of l2.4 and fisher',
         allowed=CALIB_METHODS,
     )
     percentile: float = calibration(
         99.99,
-        'for --calib-method percentile: percentage of magnitudes in the range',
+        'percentage of magnitudes in the range of --calib-method percentile',
         allowed=Range(0.0, 100.0, without=0),
     )
     bias_correction: bool = calibration(
         True,
-        'keep the biases; by default they correct the shift of rounding, if that helps',
+        'do not let the biases correct the shift of rounding',
     )
     scale_policy: str = calibration(
         'tied',
@@ -169,7 +167,7 @@ class CalibrationConfig(ModelConfig):
 
     activation: str = activations(
         'keep',
-        'exchange SiLU for a function that INT8 engines compute faster: a polynomial near to it, or a ReLU, which the model has to learn',
+        'exchange SiLU for a function that is faster in INT8: a polynomial near to it, or a ReLU, which the model has to learn',
         allowed=ACTIVATIONS,
     )
 
@@ -199,7 +197,7 @@ class SensitiveConfig(CalibrationConfig):
     )
     metric: str = units(
         'both',
-        'cost of a unit. distortion: change of the outputs. ap: AP, of all units. both: distortion of all, AP of the ten worst',
+        'cost of a unit. distortion: change of the outputs. ap: AP. both: distortion of all, AP of the ten worst',
         allowed=METRICS,
     )
 
@@ -211,29 +209,27 @@ class QuantizeConfig(CalibrationConfig):
     HIDDEN = *CalibrationConfig.HIDDEN, 'supervision_stride', 'eval_origin', 'eval_ptq'
     epochs: int = fine_tuning(
         10,
-        'fine-tuning epochs; 0 = calibration only, which is often enough',
+        'epochs; 0 = calibration only, which is often enough',
         allowed=Range(0, words='be 0 (calibration only) or more'),
     )
     iters: int = fine_tuning(  # an epoch ends with the training set
         200,
-        'fine-tuning steps per epoch, at most',
+        'steps per epoch, at most',
         allowed=Range(1, words='be 1 or more (for calibration only use --epochs 0)'),
     )
     lr: float = fine_tuning(1e-5, 'highest learning rate', allowed=Range(0.0, 1.0, without=0))
     task_loss: float = fine_tuning(
         0.0,
-        "add W times upstream's training loss on the labels, such as 0.1; not with --compile",
+        "add W times upstream's loss on the labels, such as 0.1; not with --compile",
         metavar='W',
         allowed=Range(0, words='be 0 (labels do not count) or more'),
     )
     val_split: float = fine_tuning(
         0.0,
-        'share of the training images, such as 0.1, that is held out and chooses the best epoch; default: val chooses',
+        'hold out this share of the training images, such as 0.1, to choose the best epoch; default: val chooses',
         allowed=Range(0, 1, without=1, words='lie in [0, 1), such as 0.1; 0 = none held out'),
     )
-    amp: str | None = fine_tuning(
-        None, 'precision: FP32 (off), or autocast; default: fp16 on a GPU, which it needs, else off', allowed=AMP
-    )
+    amp: str | None = fine_tuning(None, 'autocast; default: fp16 on a GPU, which it needs, else off', allowed=AMP)
     compile: bool | None = fine_tuning(
         None,
         'replay a CUDA graph, which takes more memory; default: on a GPU, but not with --task-loss',
@@ -243,9 +239,7 @@ class QuantizeConfig(CalibrationConfig):
     activation_only: tuple[str, ...] = activations(
         (), 'layers whose functions are exchanged, by path; default: all', metavar='REGEX'
     )
-    activation_epochs: int = activations(
-        10, 'epochs, of --iters steps, in which the model learns its ReLUs', allowed=Range(1)
-    )
+    activation_epochs: int = activations(10, 'epochs in which the model learns its ReLUs', allowed=Range(1))
     exclude: tuple[str, ...] = layers(
         (),
         r"layers that stay in float, by path: 'model.2' is layer 2 and all in it, '.*\.cv4' every cv4",
@@ -254,22 +248,22 @@ class QuantizeConfig(CalibrationConfig):
     only: tuple[str, ...] = layers((), 'the layers that become INT8, by path; default: all', metavar='REGEX')
     sensitive: Path | None = layers(
         None,
-        'summary-sensitive-analysis.json of `qat.py sensitive`, for --keep-float and --max-drop',
+        'JSON of `qat.py sensitive`, for --keep-float and --max-drop',
         metavar='SUMMARY',
     )
     keep_float: int = layers(0, 'leave the N most sensitive units of SUMMARY in float', allowed=Range(0))
     max_drop: float | None = layers(
         None,
-        'leave units of SUMMARY in float until calibration loses at most so many points of AP, such as 0.2',
+        'leave units of SUMMARY in float until calibration loses at most so many points of AP',
         metavar='POINTS',
         allowed=Range(0, 100, words='lie in [0, 100] points of AP, such as 0.2'),
     )
-    dry_run: bool = layers(False, 'print what would be quantized, share a scale and stay float; needs only --weights')
+    dry_run: bool = layers(False, 'print what would be quantized; needs only --weights')
     eval_origin: bool = option(True, 'do not evaluate the float model')
     eval_ptq: bool = option(True, 'do not evaluate the calibrated model')
     resume: Path | None = run(  # no setting of the run
         None,
-        'continue the interrupted run in FOLDER, with its settings; takes only --device and --workers',
+        'continue the interrupted run in FOLDER; takes only --device and --workers',
         metavar='FOLDER',
     )
 

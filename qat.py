@@ -11,15 +11,16 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))  # the patched tree; PYTHONSAFEPATH leaves it out
+from utils.qat.config.common import FolderConfig
 from utils.qat.config.qat import EvalConfig, QuantizeConfig, SensitiveConfig
-from utils.qat.config.settings import add_options, settings_of
-from utils.qat.config.tables import CHECKPOINTS, DEFAULT_TARGET, EXPORTED, TARGETS
-from utils.qat.core.command import Parser, command, explain_out_of_memory, export_command, run_command, typed_sides
+from utils.qat.config.settings import add_options, settings_of, typed_words
+from utils.qat.config.tables import CHECKPOINTS, EXPORTED, TARGETS
+from utils.qat.core.command import Parser, command, explain_out_of_memory, export_command, run_command
 from utils.qat.core.distributed import from_first, leave, on_first
 from utils.qat.core.errors import QatError
 from utils.qat.core.files import is_network, require_source
@@ -67,7 +68,6 @@ def dry_run(config: QuantizeConfig) -> None:
     from models.quantize.calibration.ptq import FloatBlocks, prepare
     from models.quantize.network import layers
     from utils.qat.backends.pytorch import TorchModel
-    from utils.qat.config.settings import typed_words
     from utils.qat.run.report import dry_run_tables
     from utils.qat.untrusted.torchvision_weights import fetched
 
@@ -133,7 +133,7 @@ def quantize(config: QuantizeConfig, folder: Path | None) -> None:
     seen = f'images {inputs.task.seen_as(inputs.config.imgsz, False)}'
     LOGGER.log(RESULT, '\n'.join(('', seen, '', run_table(report, brief=True), '', *conclusions(report), '')))
     best = folder / DELIVERED
-    following = export_command(best, inputs.config.imgsz, TARGETS[inputs.config.target].include)
+    following = export_command(best, inputs.config.imgsz, TARGETS[inputs.config.target].exports)
     finish(following, report=folder / 'report.md', weights=best)
 
 
@@ -191,11 +191,11 @@ def sensitive(config: SensitiveConfig, folder: Path | None) -> None:
         **found,
     }
     on_first(write_json)(folder / FILE, summary)
+    own = {f.name for f in fields(FolderConfig)}
+    shared = {name: value for name, value in vars(config).items() if name not in own}
     following = command(
-        *('qat.py', 'quantize', '--weights', config.weights, '--data', config.data),
-        *('--imgsz', *typed_sides(config.imgsz), '--sensitive', folder / FILE, '--max-drop', 0.2),
-        *(('--target', config.target) if config.target != DEFAULT_TARGET else ()),
-        *(('--activation', config.activation) if config.exchanges else ()),
+        *('qat.py', 'quantize', *typed_words(shared, QuantizeConfig)),
+        *('--sensitive', folder / FILE, '--max-drop', 0.2),
     )
     on_first(plot_sensitivity)(folder / 'sensitivity.png', summary)
     on_first(write_markdown)(folder / 'sensitivity.md', summary, following)

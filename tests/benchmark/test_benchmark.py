@@ -281,6 +281,14 @@ def test_a_checkpoint_of_another_precision_is_not_taken_for_the_file(files, tmp_
     } and 'a.pt beside it is no float one' in out[-1]
 
 
+@pytest.mark.parametrize('suffix', ['.pt', '.pth'])
+def test_pytorch_runs_the_checkpoint_beside_a_file(files, tmp_path, suffix):
+    for name, source in (('a.onnx', 'float.onnx'), (f'a{suffix}', 'float.pt')):
+        (tmp_path / name).write_bytes((files / source).read_bytes())
+    found, _ = swept(tmp_path, ['a.onnx'], batch=(1,), backend=('pytorch',))
+    assert found == [(f'a{suffix}', 'pytorch', 'fp32', 1)]
+
+
 def test_a_sweep_leaves_out_what_a_file_cannot_and_says_so(files):
     options = {'precision': ('fp32', 'int8'), 'backend': ('onnxruntime',), 'batch': (1,)}
     found, out = swept(files, ['float.onnx', 'int8.onnx'], **options)

@@ -1,5 +1,6 @@
 """Laws of the targets: an engine runs all that is quantized for it in integers, and the file computes what PyTorch simulates."""
 
+import re
 from collections import Counter
 
 import onnx
@@ -23,7 +24,7 @@ from utils.qat.backends.openvino import OpenVINO
 from utils.qat.benchmark.measured_backends import MeasuredOpenVINO
 from utils.qat.config.qat import QuantizeConfig
 from utils.qat.config.settings import option_of
-from utils.qat.config.tables import DEFAULT_TARGET, TARGETS
+from utils.qat.config.tables import DEFAULT_TARGET, TARGETS, TargetText
 from utils.qat.core.errors import QatError
 from utils.qat.graph.audit import audit, finding_counts
 from utils.qat.graph.audit_rules import DFL, HEAD, rules_of
@@ -208,6 +209,11 @@ def test_help_describes_each_target_that_places_otherwise():
     assert [name for name in TARGETS if not load_target(name).places_as(default) and f'. {name}: ' not in said] == []
 
 
+def test_a_next_command_writes_a_kind_of_file_that_can_be_written_here():
+    assert TargetText('', include='litert', package='json').exports == 'litert'
+    assert TargetText('', include='litert', package='no_such_package').exports == 'onnx'
+
+
 @pytest.mark.parametrize('name', ['../other', 'target', '', 7, ['tensorrt'], None])
 def test_a_target_that_a_file_makes_up_is_refused(name):
     """No module is imported by a name from a file."""
@@ -226,7 +232,10 @@ def test_from_checkpoint_to_file(small, tmp_path):
         *('qat.py', 'sensitive', '--weights', small.single, *data, '--target', 'onnxruntime', '--calib-images', 6),
         *('--metric', 'distortion', '--num-image', 2, '--workers', 0, '--project', tmp_path, '--name', 'costs'),
     )
-    assert '--max-drop 0.2 --target onnxruntime' in said, 'the next command is for the same engine'
+    [following] = re.findall(r'next: (.*)', said)
+    assert '--target onnxruntime' in following and '--calib-images 6' in following, (
+        'for the same engine, calibrated alike'
+    )
     plan = 'qat.py', 'quantize', '--dry-run', '--weights', small.single, '--keep-float', 1, '--sensitive'
     said = command(*plan, tmp_path / 'costs' / FILE, '--target', 'openvino', code=2)
     assert 'made for ONNX Runtime' in said and said.rstrip().endswith(

@@ -17,6 +17,7 @@ from utils.qat.backends.litert import LiteRT
 from utils.qat.backends.pt2 import IMAGES, image_shape
 from utils.qat.backends.pytorch import TorchModel
 from utils.qat.config.settings import Sides
+from utils.qat.config.tables import CHECKPOINTS
 from utils.qat.core.errors import QatError
 from utils.qat.core.files import require_file
 from utils.qat.engine.plan import closed
@@ -76,7 +77,7 @@ class ModelFile:
 def read_model_files(files: Sequence[Path], kind_of: Callable[[Path], str]) -> list[ModelFile]:
     """Read the files to measure: .onnx, .xml, .tflite, .engine, .pt2 or checkpoints; a repeated one counts once.
 
-    PyTorch runs the checkpoint of an .onnx file: the .pt of the same name beside it (export_qat.py's source), unless `files`
+    PyTorch runs the checkpoint of an .onnx file: the .pt or .pth of the same name beside it (export_qat.py's source), unless `files`
     has it already.
 
     Raises:
@@ -91,7 +92,8 @@ def read_model_files(files: Sequence[Path], kind_of: Callable[[Path], str]) -> l
         found.append(read(file) if read else _checkpoint(file, kind_of(file)))
     for model in found:
         if model.file.suffix.lower() == '.onnx':
-            _pair(model, model.file.with_suffix('.pt'), files, kind_of)
+            beside = [model.file.with_suffix(suffix) for suffix in CHECKPOINTS]
+            _pair(model, next((file for file in beside if file.is_file()), beside[0]), files, kind_of)
     return found
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import NamedTuple
 
@@ -11,18 +12,24 @@ from utils.qat.core.errors import QatError
 
 
 class TargetText(NamedTuple):
-    """Texts about the engine of a target. placement: difference from the Q/DQ placement of the default target, for `-h`. include: its kind of file."""
+    """Texts about the engine of a target. placement: difference from the Q/DQ placement of the default target, for `-h`. include: its kind of file. package: writes it, and is installed by hand."""
 
     title: str
     placement: str = ''
     include: str = 'onnx'
+    package: str = ''
+
+    @property
+    def exports(self) -> str:
+        """Its kind of file, or ONNX where the package is missing."""
+        return self.include if not self.package or find_spec(self.package) else 'onnx'
 
 
 TARGETS = {  # --target → TargetText. utils/qat/targets/ has a file for each
     'tensorrt': TargetText('TensorRT'),
     'openvino': TargetText('OpenVINO', 'outputs of the head in INT8, unsigned behind a ReLU', 'openvino'),
     'onnxruntime': TargetText('ONNX Runtime', 'also around activation functions, with zero points'),
-    'litert': TargetText('LiteRT', 'as onnxruntime, a scale for each addend of an Add', 'litert'),
+    'litert': TargetText('LiteRT', 'as onnxruntime, a scale for each addend of an Add', 'litert', 'litert_torch'),
 }
 DEFAULT_TARGET = 'tensorrt'  # also of checkpoints and files that name no target
 NMS = (

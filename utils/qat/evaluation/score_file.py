@@ -239,7 +239,7 @@ def score_file(
 
         following = after_scoring(config.weights, config.imgsz, config.backend)
     elif predict.recipe:
-        include = TARGETS[target_of_recipe(predict.recipe).name].include
+        include = TARGETS[target_of_recipe(predict.recipe).name].exports
         following = export_command(config.weights, config.imgsz, include)
     else:
         size = typed_sides(config.imgsz)

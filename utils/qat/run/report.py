@@ -258,7 +258,7 @@ def write_report(folder: Path, report: dict[str, Any], pictures: bool = True) ->
     made = [c['file'] for c in (report['best'], report.get('adapted'), report['ptq'], *report['epochs']) if c]
     files = [DELIVERED, *made] if made else []
     following = (
-        export_command(folder / DELIVERED, settings['imgsz'], TARGETS[settings['target']].include) if made else None
+        export_command(folder / DELIVERED, settings['imgsz'], TARGETS[settings['target']].exports) if made else None
     )
     write_document(
         folder / 'report.md',

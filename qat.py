@@ -19,8 +19,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))  # the patched tree; PY
 from utils.qat.config.common import FolderConfig
 from utils.qat.config.qat import EvalConfig, QuantizeConfig, SensitiveConfig
 from utils.qat.config.settings import add_options, settings_of, typed_words
-from utils.qat.config.tables import CHECKPOINTS, EXPORTED, TARGETS
-from utils.qat.core.command import Parser, command, explain_out_of_memory, export_command, run_command
+from utils.qat.config.tables import CHECKPOINTS, EXPORTED
+from utils.qat.core.command import Parser, command, explain_out_of_memory, run_command
 from utils.qat.core.distributed import from_first, leave, on_first
 from utils.qat.core.errors import QatError
 from utils.qat.core.files import is_network, require_source
@@ -72,8 +72,7 @@ def dry_run(config: QuantizeConfig) -> None:
     from utils.qat.untrusted.torchvision_weights import fetched
 
     with quiet_upstream(), TemporaryDirectory() as scratch:
-        weights = fetched(config.weights, Path(scratch)) if is_network(config.weights) else config.weights
-        file = checkpoint.CheckpointFile(weights)
+        file = checkpoint.CheckpointFile(fetched(config.weights, Path(scratch)))
         model = file.load_float()
     loaded = TorchModel(model)
     config.check_model(loaded)
@@ -123,7 +122,7 @@ def quantize(config: QuantizeConfig, folder: Path | None) -> None:
     from models.quantize.run.inputs import open_inputs, open_run
     from models.quantize.run.stages import run
     from utils.qat.core.run_folder import DELIVERED
-    from utils.qat.run.report import conclusions, run_table
+    from utils.qat.run.report import conclusions, export_of_run, run_table
 
     inputs = open_inputs(config)
     of_run = open_run(inputs)
@@ -132,9 +131,7 @@ def quantize(config: QuantizeConfig, folder: Path | None) -> None:
 
     seen = f'images {inputs.task.seen_as(inputs.config.imgsz, False)}'
     LOGGER.log(RESULT, '\n'.join(('', seen, '', run_table(report, brief=True), '', *conclusions(report), '')))
-    best = folder / DELIVERED
-    following = export_command(best, inputs.config.imgsz, TARGETS[inputs.config.target].exports)
-    finish(following, report=folder / 'report.md', weights=best)
+    finish(export_of_run(folder, report), report=folder / 'report.md', weights=folder / DELIVERED)
 
 
 def sensitive(config: SensitiveConfig, folder: Path | None) -> None:
@@ -250,7 +247,7 @@ def main(argv: Sequence[str] | None = None, **needs: Any) -> None:
     if any(is_network(each.weights) for each in configs):
         from utils.qat.untrusted.torchvision_weights import fetched
 
-        configs = [replace(c, weights=fetched(c.weights)) if is_network(c.weights) else c for c in configs]
+        configs = [replace(each, weights=fetched(each.weights)) for each in configs]
         config = configs[0]
     for each in configs:
         each.require_files()

@@ -18,7 +18,6 @@ from utils.qat.backends.pytorch import TorchModel
 from utils.qat.config.export import ExportConfig
 from utils.qat.config.settings import require_multiples
 from utils.qat.config.tables import BACKENDS, FORMATS
-from utils.qat.core.files import is_network
 from utils.qat.core.machine import select_device
 from utils.qat.engine.next_step import after_scoring
 from utils.qat.targets.target import target_of_recipe
@@ -162,8 +161,7 @@ def open_export(config: ExportConfig, formats: Sequence[Format], flag: str = '--
     device = select_device(config.device)
     for each in formats:
         each.require(config, device)
-    weights = fetched(config.weights) if is_network(config.weights) else config.weights
-    predict = TorchModel(*CheckpointFile(weights).load_any(device))
+    predict = TorchModel(*CheckpointFile(fetched(config.weights)).load_any(device))
     export = Export(replace(config, imgsz=config.imgsz or predict.quantized_for or predict.task.imgsz), predict)
     require_multiples(export.config.imgsz, predict.stride, flag)
     for each in formats:

@@ -218,6 +218,12 @@ def conclusions(report: dict[str, Any]) -> list[str]:
     return [*said, f'({EXPLAINED}.)'] if against or gain else said
 
 
+def export_of_run(folder: Path, report: dict[str, Any]) -> str:
+    """Make the command that exports the checkpoint of a finished run to the file of its target."""
+    settings = report['settings']
+    return export_command(folder / DELIVERED, settings['imgsz'], TARGETS[settings['target']].exports)
+
+
 def calibration_text(calibration: dict[str, Any]) -> str:
     """State how the ranges were chosen, with a table of the compared divergences."""
     found, method = calibration['divergence'], calibration['method']
@@ -257,9 +263,6 @@ def write_report(folder: Path, report: dict[str, Any], pictures: bool = True) ->
     images = ', '.join(f'{n} of {name}' for name, n in report['images'].items())
     made = [c['file'] for c in (report['best'], report.get('adapted'), report['ptq'], *report['epochs']) if c]
     files = [DELIVERED, *made] if made else []
-    following = (
-        export_command(folder / DELIVERED, settings['imgsz'], TARGETS[settings['target']].exports) if made else None
-    )
     write_document(
         folder / 'report.md',
         f'{Path(settings["weights"]).name} in INT8',
@@ -278,7 +281,7 @@ def write_report(folder: Path, report: dict[str, Any], pictures: bool = True) ->
             *(['## Machine', machine_table(report['machine'])] if 'machine' in report else []),
             '## Made by',
             code(repeated('qat.py', 'quantize', *typed_words(settings, QuantizeConfig))),
-            *closing(settings, QuantizeConfig, report['versions'], following),
+            *closing(settings, QuantizeConfig, report['versions'], export_of_run(folder, report) if made else None),
         ],
     )
 

@@ -11,6 +11,7 @@ import torchvision
 from torch import nn
 
 from utils.qat.core.errors import QatError
+from utils.qat.core.files import is_network
 from utils.qat.core.log import LOGGER
 from utils.qat.untrusted.torch_archive import AGAIN
 
@@ -66,11 +67,13 @@ def old_state(weights: Path) -> Any:
 
 
 def fetched(network: Path, folder: Path | None = None) -> Path:
-    """Return the file of the pretrained weights of `network`, a name (files.is_network); download it if it is missing.
+    """Return the file of a network's pretrained weights; download it if it is missing. The path of a file is returned as it is.
 
     `folder` is for the download; None = torchvision's cache. Raises QatError if there is no such network, or its weights cannot be
     fetched.
     """
+    if not is_network(network):
+        return network
     name = network_of(network)
     if not name:
         raise QatError(

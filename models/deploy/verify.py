@@ -37,12 +37,8 @@ class Verification:
     def _compare(self, file_format: Format, backend: str) -> bool:
         """Log the verdict on a file that `backend` runs, write a .verify.json beside it, and tell whether the limits are kept."""
         export, config, task = self.export, self.export.config, self.export.predict.task
-        path, device, limits, title = (
-            export.written[file_format.name].path,
-            export.predict.device,
-            config.limits(export.int8),
-            BACKENDS[backend].title,
-        )
+        path, title = export.written[file_format.name].path, BACKENDS[backend].title
+        device, limits = export.predict.device, config.limits(export.int8)
         model = open_file(path, device, backend)
         [comparison] = compare_models(
             file_format.reference(export),

@@ -127,10 +127,8 @@ class LiteRTFormat(Format):
     @torch.no_grad()
     def write(self, export: Export, path: Path) -> Written:
         config, model = export.config, export.predict.model.cpu()
-        traced, images = (
-            traceable_copy(model),
-            export.predict.task.normalized(made_images(config.batch_size, config.imgsz)),
-        )
+        traced = traceable_copy(model)
+        images = export.predict.task.normalized(made_images(config.batch_size, config.imgsz))
         theirs = traced(images)
         metadata = metadata_of(model, export.kept_float, export.target.name)
         metadata |= {'imgsz': list(config.imgsz), 'batch': config.batch_size}

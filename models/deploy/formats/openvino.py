@@ -142,12 +142,8 @@ class OpenVINOFormat(Format):
 
     def converted(self, export: Export, path: Path) -> Written:
         """Write the .xml and .bin of the ONNX file that is their source, if OpenVINO computes what it shall."""
-        config, target, weights, source = (
-            export.config,
-            export.target,
-            path.with_suffix('.bin'),
-            export.made(self.source),
-        )
+        config, target = export.config, export.target
+        weights, source = path.with_suffix('.bin'), export.made(self.source)
         with atomic_pair(path) as tmp:
             write_ir(onnx.load(source.path), tmp)
             session = OpenVINO(tmp, CPU)

@@ -58,7 +58,7 @@ class Inputs:
 
 @dataclass
 class CalibrationInputs:
-    """What a calibration needs, and the adaptation to other activation functions before it."""
+    """Images and float blocks of a calibration, and images of the adaptation to other activation functions before it."""
 
     images: Images
     float_blocks: FloatBlocks

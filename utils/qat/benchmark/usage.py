@@ -25,7 +25,7 @@ MIB = 1 << 20
 
 
 class Sample(NamedTuple):
-    """What a device tells at one time; None where the system does not tell."""
+    """Readings of a device at one time; None for one that the system does not give."""
 
     seconds: float  # since the start
     memory: float  # MiB in use

@@ -6,7 +6,7 @@ import numpy as np
 from onnx import ModelProto, TensorProto, helper
 
 from utils.qat.graph.nms import GraphWriter
-from utils.qat.graph.onnx_graph import axes_of, required_inputs
+from utils.qat.graph.onnx_graph import axes_of, replace_nodes, required_inputs
 
 PROBABILITIES = 'probabilities'  # the output of such a file
 
@@ -25,8 +25,7 @@ def add_class_ends(model: ModelProto, mean: Sequence[float], std: Sequence[float
     before = list(model.graph.node)[len(network) :]
     for node in network:
         node.input[:] = [normalized if name == images.name else name for name in node.input]
-    del model.graph.node[:]
-    model.graph.node.extend((*before, *network))
+    replace_nodes(model, [*before, *network])
     graph.node('Softmax', [logits.name], (PROBABILITIES,), axis=1)
     output = helper.make_tensor_value_info(PROBABILITIES, TensorProto.FLOAT, axes_of(logits))
     del model.graph.output[:]

@@ -28,7 +28,7 @@ import shutil
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import NamedTuple, NoReturn
+from typing import NamedTuple
 
 try:
     import cv2
@@ -37,11 +37,12 @@ except ImportError:
     if not {'-h', '--help'} & set(sys.argv):  # the help works before they are installed
         raise
 
-VERSION = {
-    'detect': 1,
-    'segment': 'segment 1',
-    'classify': 'classify 1',
-}  # increase the version when the same arguments give other pictures
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from utils.qat.core.command import Parser, run_command
+from utils.qat.core.errors import QatError
+
+# Increase a version when the same arguments give other pictures
+VERSION = {'detect': 1, 'segment': 'segment 1', 'classify': 'classify 1'}
 STAMP = 'made-with.json'  # the arguments of a folder
 SPLITS = 'train', 'val'
 VAL_SHARE = 0.2  # of the source digits
@@ -218,9 +219,8 @@ class Task(NamedTuple):
     overlap: float  # largest share of a box that another may cover
     # soft mask of a digit -> soft masks to paint in this order; the first has the visible shape
     layers: Callable[[np.random.Generator, np.ndarray], Sequence[np.ndarray]]
-    line: (
-        Callable[..., str] | None
-    )  # (x, y, mask, height, width) -> text behind the class in a label file; None = class folders
+    # (x, y, mask, height, width) -> text behind the class in a label file; None = class folders
+    line: Callable[..., str] | None
 
 
 TASKS = {  # digit_size is without the border of a sticker
@@ -264,20 +264,20 @@ def data_yaml(out: Path) -> str:
 
 
 def make_data(
-    out: str | Path, task: str = 'detect', train: int = 400, val: int = 100, size: int = 320, seed: int = 0
+    out: Path, task: str = 'detect', train: int = 400, val: int = 100, size: int = 320, seed: int = 0
 ) -> bool:
     """Make a data set in the folder `out`; return False if it was already there with the same arguments, else True.
 
-    Nothing is overwritten: ValueError is raised if the folder has other content.
+    Nothing is overwritten: QatError is raised if the folder has other content.
     """
-    out = Path(out).absolute()
+    out = out.absolute()
     stamp = json.dumps(dict(version=VERSION[task], train=train, val=val, size=size, seed=seed)) + '\n'
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         made_with = out / STAMP
         if not made_with.is_file():
-            raise ValueError(f'--out {out} exists and was not made by this program; choose another folder')
+            raise QatError(f'--out {out} exists and was not made by this program; choose another folder')
         if made_with.read_text() != stamp:
-            raise ValueError(
+            raise QatError(
                 f'--out {out} was made with {made_with.read_text().strip()}; delete it or choose another folder'
             )
         if TASKS[task].line and (out / 'data.yaml').read_text() != data_yaml(out):  # the folder was moved
@@ -309,30 +309,19 @@ def integer(low: int, high: int) -> Callable[[str], int]:
     return parse
 
 
-class Parser(argparse.ArgumentParser):
-    """An argparse parser that reports an error in one line with exit code 2, without the usage."""
-
-    def error(self, message: str) -> NoReturn:
-        """End the program."""
-        self.exit(2, f'{self.prog}: {message}\n')
-
-
-def main() -> None:
+def main(argv: Sequence[str] | None = None) -> None:
     """Make the data set of the command line."""
     parser = Parser(description='Make a small data set of handwritten digits.')
-    parser.add_argument('--out', required=True, metavar='DIR', help='folder to make')
+    parser.add_argument('--out', required=True, type=Path, metavar='DIR', help='folder to make')
     parser.add_argument('--task', choices=TASKS, default='detect', help='what the labels are for (default detect)')
     parser.add_argument('--train', type=integer(1, 100_000), default=400, help='training images (default 400)')
     parser.add_argument('--val', type=integer(1, 100_000), default=100, help='validation images (default 100)')
     parser.add_argument('--size', type=integer(96, 2048), default=320, help='longer side in pixels (default 320)')
     parser.add_argument('--seed', type=integer(0, 2**32 - 1), default=0, help='seed (default 0)')
-    args = parser.parse_args()
-    try:
-        made = make_data(**vars(args))
-    except (ValueError, OSError) as error:
-        parser.error(str(error))
+    args = parser.parse_args(argv)
+    made = make_data(**vars(args))
     print(f'{args.out}: {args.train} train and {args.val} val images', '' if made else '(already there)')
 
 
 if __name__ == '__main__':
-    main()
+    sys.exit(run_command(main, torch=False))

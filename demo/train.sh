@@ -51,7 +51,7 @@ limit=()
 if [[ -n $minutes ]]; then limit=(timeout "$((minutes * 60))"); fi
 status=0
 if [[ $task == classify ]]; then # the first nine layers of the demo's detector, with a head of its own
-  "$python" "$here/weights.py" build "$here/demo-weights.pt" "$out/detector.pt" --yolov9 "$tree"
+  (cd "$tree" && "$python" "$here/weights.py" build "$here/demo-weights.pt" "$out/detector.pt")
   options=(--model "$out/detector.pt" --cutoff 10 --data "$out/data" --lr0 0.002)
 else
   options=(--cfg "$here/yolov9-$name.yaml" --hyp "$here/hyp.yaml" --data "$out/data/data.yaml" --weights '' --close-mosaic
@@ -68,11 +68,12 @@ fi
 [[ -f $out/run/weights/best.pt ]] || fail "no finished epoch in $out/run"
 
 # Test the file that will be committed, not the one it came from.
-"$python" "$here/weights.py" pack "$out/run/weights/best.pt" "$out/$name-weights.pt" --yolov9 "$tree"
-"$python" "$here/weights.py" build "$out/$name-weights.pt" "$out/yolov9-$name.pt" --yolov9 "$tree"
+cd "$tree"
+"$python" "$here/weights.py" pack "$out/run/weights/best.pt" "$out/$name-weights.pt"
+"$python" "$here/weights.py" build "$out/$name-weights.pt" "$out/yolov9-$name.pt"
 data=$out/data
 [[ $task == classify ]] || data+=/data.yaml
-(cd "$tree" && "$python" "$tester" --weights "$out/yolov9-$name.pt" --data "$data" --imgsz "$size" \
+("$python" "$tester" --weights "$out/yolov9-$name.pt" --data "$data" --imgsz "$size" \
   --device "$device" --batch-size 32 --workers "$workers" --project "$out" --name val --exist-ok) 2>&1 |
   tee "$out/val.log"
 if [[ $task == classify ]]; then

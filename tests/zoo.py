@@ -248,9 +248,7 @@ def reparameterized_demo(demo):
 def packed(name, file):
     """Write the checkpoint of trained weights in demo/."""
     with quiet_upstream():
-        import models.yolo as upstream
-
-        program('demo/weights.py').build(REPO / 'demo' / f'{name}-weights.pt', file, upstream)
+        program('demo/weights.py').build(REPO / 'demo' / f'{name}-weights.pt', file)
 
 
 def once(factory, make):

@@ -106,8 +106,8 @@ def answer(capfd, small, exports, monkeypatch):
         needs = {'only_task': TASKS[file]} if file in TASKS else {}
         main = partial(program('qat.py' if file in TASKS else file).main, **needs)
         monkeypatch.setattr(sys, 'argv', [file, *words])
-        try:  # one program is for itself, without a line of ours
-            code = main() if file == 'demo/make_data.py' else run_command(main, words)
+        try:
+            code = run_command(main, words)
         except SystemExit as e:
             code = e.code
         return code or 0, ''.join(capfd.readouterr())

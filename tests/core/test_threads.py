@@ -31,7 +31,7 @@ ARGUMENTS = {  # with which a file gets to the point where it loads torch or ONN
     'benchmark_trt.py': 'w.onnx',
     'compare_outputs.py': 'w.pt w.onnx --random 1',
     'scripts/infer_onnx.py': 'w.onnx images',
-    'demo/weights.py': f'build w.pt out.pt --yolov9 {TREE}',
+    'demo/weights.py': 'build w.pt out.pt',
     **dict.fromkeys(BENCHMARKS, ''),
 }
 LOADED = """

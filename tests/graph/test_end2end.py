@@ -637,11 +637,9 @@ def test_ap_with_nms_inside_is_that_of_nms_outside(small, exported, tmp_path, na
 
 def test_the_trained_demo_is_verified_and_scores_the_same(tmp_path):
     """Boxes score the same, masks nearly: upstream asks for the corner of a cell in the box, we for its centre."""
-    import models.yolo as upstream
-
     program('demo/make_data.py').make_data(tmp_path / 'data', 'segment', train=1, val=8)
     with quiet_upstream():
-        program('demo/weights.py').build(REPO / 'demo/demo-seg-weights.pt', tmp_path / 'seg.pt', upstream)
+        program('demo/weights.py').build(REPO / 'demo/demo-seg-weights.pt', tmp_path / 'seg.pt')
     command(
         *('export_qat.py', '--weights', tmp_path / 'seg.pt', '--include', 'onnx', 'onnx_end2end', '--imgsz', 320),
         *('--verify', tmp_path / 'data/data.yaml'),

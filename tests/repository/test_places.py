@@ -172,9 +172,7 @@ def place():
         head = yaml.read_text(encoding='utf-8').split('names:')[0]
         yaml.write_text(f'{head}names: {json.dumps(NAMES, ensure_ascii=False)}\n', encoding='utf-8')
         with quiet_upstream():
-            import models.yolo as upstream
-
-            program('demo/weights.py').build(REPO / 'demo' / 'demo-weights.pt', place.weights / 'dual.pt', upstream)
+            program('demo/weights.py').build(REPO / 'demo' / 'demo-weights.pt', place.weights / 'dual.pt')
         for folder in (place.tree, place.data, place.weights):
             allow(folder, 0o444, 0o555)
         for folder in (place.out, place.home, place.tmp, place.watched):

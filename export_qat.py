@@ -27,21 +27,11 @@ from utils.qat.core.log import LOGGER, finish, quiet_upstream
 
 if TYPE_CHECKING:
     from models.deploy.formats.format import Export
-    from models.deploy.verify import Verification
 
 
 def parse_args(argv: Sequence[str] | None) -> list[ExportConfig]:
     """Parse the command line into settings, one per checkpoint."""
     return read_each(ExportConfig, argv, __doc__.splitlines()[0])
-
-
-def verification_of(export: Export) -> Verification | None:
-    """Open the data and images of --verify; None without it."""
-    if not export.config.verify:
-        return None
-    from models.deploy.verify import Verification
-
-    return Verification(export, export.config.verify)
 
 
 def report(export: Export) -> None:
@@ -56,26 +46,30 @@ def report(export: Export) -> None:
 
 def next_commands(export: Export) -> list[str]:
     """Return the commands to type next: a fair evaluation, or if it is done or impossible, the next step to an engine."""
-    data = export.predict.task.data_of((export.predict.recipe or {}).get('data'), export.predict)
-    fair = [each for each in export.formats if each.backend(export) and each.keeps_low_scores(export)]
+    data = export.predict.task.data_of((export.predict.recipe or {}).get('data'))
+    written = {each: export.written[each.name] for each in export.formats}
+    fair = [file for file in written.values() if file.backend and file.low_scores]
     if export.config.verify or not fair:
-        return [line for each in export.formats for line in each.next_commands(export, export.written[each.name], data)]
+        return [line for each, file in written.items() for line in each.next_commands(export, file, data)]
     following = []
-    for each in fair:
-        backend = each.typed_backend(export)
-        by = ['--backend', backend] if backend else []
-        following.append(command('qat.py', 'eval', '--weights', export.written[each.name].path, '--data', data, *by))
+    for file in fair:
+        by = ['--backend', file.typed_backend] if file.typed_backend else []
+        following.append(command('qat.py', 'eval', '--weights', file.path, '--data', data, *by))
     return following
 
 
 def export_one(config: ExportConfig) -> bool:
     """Export a checkpoint. Returns whether its files keep the limits of --verify."""
-    from models.deploy.formats.format import open_export, with_sources
+    from models.deploy.formats.format import load_format, open_export
 
+    verification = None
     with explain_out_of_memory(config.batch_size):
         with quiet_upstream():
-            export = open_export(config, with_sources(config.include))
-            verification = verification_of(export)
+            export = open_export(config, list(map(load_format, config.files)))
+            if config.verify:
+                from models.deploy.verify import Verification
+
+                verification = Verification(export, config.verify)
             written = export.write()
         report(export)
         kept = not verification or verification.keeps_limits()

@@ -152,9 +152,9 @@ def deployed(name, model, path, **options):
     """Write a model as `export_qat.py --include NAME` does; returns what it tells of it. options: of ExportConfig, or of the recipe."""
     recipe = {key: options.pop(key) for key in ('target', 'kept_float') if key in options}
     predict = TorchModel(model, {'recipe': recipe} if is_quantized(model) else None)
-    export, made = Export(ExportConfig(path.with_suffix('.pt'), (name,), **options), predict), load_format(name)
-    made.require(export.config, predict.device)
-    made.require_model(export)
+    made = load_format(name)
+    export = Export(ExportConfig(path.with_suffix('.pt'), (name,), **options), predict, [made])
+    made.require(export)
     return made.write(export, path)
 
 

@@ -12,8 +12,7 @@ import torch.nn as nn
 import torch.nn.functional as F
 
 from models.quantize.network import head_of
-from utils.qat.backends.file_model import split_outputs
-from utils.qat.backends.pytorch import task_of
+from utils.qat.backends.pytorch import split_outputs, task_of
 from utils.qat.config.tables import DEFAULT_TARGET
 from utils.qat.core.errors import QatError
 

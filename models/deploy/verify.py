@@ -30,14 +30,14 @@ class Verification:
 
     def keeps_limits(self) -> bool:
         """Compare each file that runs here with PyTorch. Returns whether all keep the limits."""
-        backends = {each: each.backend(self.export) for each in self.export.formats}
-        kept = [self._compare(each, backend) for each, backend in backends.items() if backend]
+        written = [(each, self.export.written[each.name]) for each in self.export.formats]
+        kept = [self._compare(each, file.path, file.backend) for each, file in written if file.backend]
         return all(kept)
 
-    def _compare(self, file_format: Format, backend: str) -> bool:
+    def _compare(self, file_format: Format, path: Path, backend: str) -> bool:
         """Log the verdict on a file that `backend` runs, write a .verify.json beside it, and tell whether the limits are kept."""
         export, config, task = self.export, self.export.config, self.export.predict.task
-        path, title = export.written[file_format.name].path, BACKENDS[backend].title
+        title = BACKENDS[backend].title
         device, limits = export.predict.device, config.limits(export.int8)
         model = open_file(path, device, backend)
         [comparison] = compare_models(
@@ -56,7 +56,7 @@ class Verification:
         write_json(
             file,
             {
-                'settings': {**config.plain(), 'opset': config.onnx_opset},
+                'settings': config.plain(),
                 'versions': {**versions(), **({backend: library.__version__} if library else {})},
                 'onnx': {'file': path, 'sha256': sha256(path)},
                 'limits': asdict(limits),

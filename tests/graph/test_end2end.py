@@ -23,7 +23,6 @@ from models.deploy.formats.onnx import export_onnx
 from models.deploy.formats.onnx_end2end import (
     MASK_TOLERANCE,
     check_detections,
-    choose_nms,
     export_class_ends,
     export_end2end,
     made_predictions,
@@ -724,7 +723,7 @@ def test_the_check_of_the_export_sees_what_differs(change):
 
 
 def chosen(masks=False, **changes):
-    return choose_nms(ExportConfig('seg.pt', ['onnx_end2end'], **changes), masks)
+    return ExportConfig('seg.pt', ['onnx_end2end'], **changes).nms_inside(masks)
 
 
 @pytest.mark.parametrize('trt', [8, 10, 11])

@@ -3,6 +3,7 @@
 import re
 import shutil
 import sys
+from pathlib import Path
 from types import SimpleNamespace
 
 import onnx
@@ -19,7 +20,7 @@ FILES = [*REPO.glob('*.py'), *(REPO / 'models').rglob('*.py'), *(REPO / 'utils/q
 def test_each_line_has_its_file():
     for name in FORMATS:
         assert load_format(name).name == name and load_format(name).source in (None, *FORMATS)
-    assert [each.name for each in with_sources(['openvino_end2end', 'onnx'])] == [
+    assert [each.name for each in with_sources([load_format('openvino_end2end'), load_format('onnx')])] == [
         'onnx',
         'onnx_end2end',
         'openvino_end2end',
@@ -41,20 +42,16 @@ class Outputs(Format):
     source = 'onnx'
 
     def write(self, export, path):
-        graph = export.made('onnx')
+        graph = export.written['onnx']
         path.write_text('\n'.join(o.name for o in onnx.load(graph.path).graph.output))
-        return Written({self.name: path}, [f'-> {path}: of {graph.path.name}'])
+        return Written({self.name: path}, [f'{path.read_text()}, of {graph.path.name}'])
 
 
 def test_a_new_format_is_one_file_and_one_line(small, tmp_path, monkeypatch):
     monkeypatch.setitem(FORMATS, 'outputs', FileKind('.txt', 'outputs'))
     monkeypatch.setitem(sys.modules, 'models.deploy.formats.outputs', SimpleNamespace(FORMAT=Outputs()))
-    weights = shutil.copy(small.quantized, tmp_path)
-    export = Export(ExportConfig(tmp_path / 'quantized.pt', imgsz=64), TorchModel(small.quantized_model()))
-    export.scratch = tmp_path
-    made = export.made('outputs')
-    assert made.path.read_text() == 'output0' and made is export.made('outputs') and len(made.lines) == 1
-    assert list(export.written) == ['onnx', 'outputs'] and export.written['onnx'].path.with_suffix('.pt').samefile(
-        weights
-    )
-    assert made.path.name == 'model.txt', 'it was not asked for by --include'
+    weights = Path(shutil.copy(small.quantized, tmp_path))
+    export = Export(ExportConfig(weights, imgsz=64), TorchModel(small.quantized_model()), [load_format('outputs')])
+    [made] = export.write()
+    assert made.lines == ['output0, of quantized.onnx'] and made.path.name == 'model.txt'  # not asked for by --include
+    assert list(export.written) == ['onnx', 'outputs'] and weights.with_suffix('.onnx').is_file()

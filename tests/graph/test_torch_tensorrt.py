@@ -19,11 +19,12 @@ from zoo import command, deployed
 
 from models.deploy.agreement import RELATIVE, made_images, output_differences, traceable_copy
 from models.deploy.formats import torch_tensorrt
-from models.deploy.formats.format import with_sources
+from models.deploy.formats.format import Export, load_format
 from models.deploy.formats.onnx import export_onnx
 from models.deploy.formats.torch_tensorrt import compile_settings, write_engine
 from models.deploy.quantize_op import amax_of, quantize_op_program
 from models.quantize.quantizers import QMAX, QMIN, named_quantizers
+from utils.qat.backends.pytorch import TorchModel
 from utils.qat.config.export import ExportConfig, TorchTensorRT
 from utils.qat.core.errors import QatError
 from utils.qat.engine.sidecar import read_sidecar, require_fit, sidecar_of
@@ -212,9 +213,10 @@ def test_without_torch_tensorrt(small):
         ({'include': ('openvino_end2end',), 'nms': 'plugin'}, 'OpenVINO takes --nms standard'),
     ],
 )
-def test_options_that_do_not_fit(options, message):
+def test_options_that_do_not_fit(small, options, message):
     with pytest.raises(QatError) as error:
         config = ExportConfig(weights=Path('model.pt'), **options)
-        for each in with_sources(config.include):
-            each.require(config, torch.device('cpu'))
+        export = Export(config, TorchModel(small.quantized_model()), list(map(load_format, config.include)))
+        for each in export.formats:
+            each.require(export)
     assert message in str(error.value)

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 
-from utils.qat.backends.file_model import session_of
+from utils.qat.backends.session import session_of
 from utils.qat.backends.tensorrt import TensorRT
 from utils.qat.config.common import LoaderConfig
 from utils.qat.core.command import run_command

@@ -131,8 +131,8 @@ class AotiFormat(Pt2Format):
     name = 'aoti'
 
     @override
-    def require_model(self, export: Export) -> None:
-        super().require_model(export)
+    def require(self, export: Export) -> None:
+        super().require(export)
         require_compiler(export.predict.device, export.int8, export.config.half)
 
     @override

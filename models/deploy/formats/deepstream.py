@@ -17,7 +17,6 @@ from typing_extensions import override
 
 from models.deploy.formats.format import Export, Format, Written, size_of
 from models.deploy.formats.onnx import write_onnx
-from models.deploy.formats.onnx_end2end import nms_of
 from models.quantize.network import head_of
 from utils.qat.config.export import END2END, MASKS, Nms, Pooling
 from utils.qat.core.errors import QatError
@@ -186,11 +185,10 @@ class DeepStream(Format):
         """Return the function that changes the outputs of a plain graph to those that the parser reads."""
         if not export.predict.task.masks:
             return deepstream_layout
-        nms, pooling = nms_of(export)
-        return lambda model: masks_layout(model, nms, pooling)
+        return lambda model: masks_layout(model, *export.nms)
 
     @override
-    def require_model(self, export: Export) -> None:
+    def require(self, export: Export) -> None:
         weights, task = f'--weights {export.config.weights}', export.predict.task
         if not task.boxes:
             raise QatError(

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from importlib import import_module
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -15,7 +16,7 @@ import torch
 from models.quantize.checkpoint import CheckpointFile
 from models.quantize.quantizers import has_zero_points
 from utils.qat.backends.pytorch import TorchModel
-from utils.qat.config.export import ExportConfig
+from utils.qat.config.export import ExportConfig, Nms, Pooling
 from utils.qat.config.settings import require_multiples
 from utils.qat.config.tables import BACKENDS, FORMATS
 from utils.qat.core.machine import select_device
@@ -33,17 +34,26 @@ class Written:
         lines: report of the files, and of their agreement with PyTorch.
         warnings: for the user of the files.
         about: description of the graph, logged once for all files that are made from it.
+        low_scores: whether the file returns low-scored detections; without them its AP is not comparable with others.
+        backend: see Format.backend; set by Export.write.
     """
 
     files: dict[str, Path]
     lines: Sequence[str]
     warnings: Sequence[str] = ()
     about: str = ''
+    low_scores: bool = True
+    backend: str | None = None
 
     @property
     def path(self) -> Path:
         """The format's own file."""
         return next(iter(self.files.values()))
+
+    @property
+    def typed_backend(self) -> str | None:
+        """The backend that a command must name because it runs native code; None for any other."""
+        return self.backend if self.backend and BACKENDS[self.backend].native else None
 
 
 @dataclass
@@ -53,6 +63,7 @@ class Export:
     Attributes:
         config: with the image size of the model.
         predict: the model.
+        formats: those of --include.
         written: format → its files, including formats that are only sources of others.
         int8: whether the checkpoint is quantized.
         target: the engine that it was quantized for.
@@ -62,6 +73,7 @@ class Export:
 
     config: ExportConfig
     predict: TorchModel
+    formats: Sequence[Format]
     written: dict[str, Written] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -69,23 +81,18 @@ class Export:
         self.int8, self.target = recipe is not None, target_of_recipe(recipe)
         self.zero_points, self.kept_float = has_zero_points(self.predict.model), (recipe or {}).get('kept_float', ())
 
-    @property
-    def formats(self) -> list[Format]:
-        """The formats of --include."""
-        return [load_format(name) for name in self.config.files]
+    @cached_property
+    def nms(self) -> tuple[Nms, Pooling]:
+        """The NMS and mask settings of its files; see `ExportConfig.nms_inside`."""
+        return self.config.nms_inside(self.predict.task.masks)
 
     def write(self) -> list[Written]:
         """Write the files of --include. Formats that are only sources of others go to a scratch folder."""
         with TemporaryDirectory() as scratch:
-            self.scratch = Path(scratch)
-            return [self.made(name) for name in self.config.files]
-
-    def made(self, name: str) -> Written:
-        """Return the files of a format; write them at the first call."""
-        if name not in self.written:
-            path = self.config.files.get(name) or self.scratch / f'model{FORMATS[name].suffix}'
-            self.written[name] = load_format(name).write(self, path)
-        return self.written[name]
+            for each in with_sources(self.formats):
+                path = self.config.files.get(each.name) or Path(scratch) / f'model{FORMATS[each.name].suffix}'
+                self.written[each.name] = replace(each.write(self, path), backend=each.backend(self))
+        return [self.written[each.name] for each in self.formats]
 
 
 class Format(ABC):
@@ -99,11 +106,8 @@ class Format(ABC):
     name: str
     source: str | None = None
 
-    def require(self, config: ExportConfig, device: torch.device) -> None:
-        """Raise QatError if the options, the device or the installed libraries do not allow this format."""
-
-    def require_model(self, export: Export) -> None:
-        """Raise QatError if this checkpoint cannot be exported to this format."""
+    def require(self, export: Export) -> None:
+        """Raise QatError if the checkpoint, the options, the device or the installed libraries do not allow this format."""
 
     @abstractmethod
     def write(self, export: Export, path: Path) -> Written:
@@ -121,18 +125,9 @@ class Format(ABC):
         """Return the PyTorch function that the file reproduces: images → predictions."""
         return load_format(self.source).reference(export) if self.source else export.predict
 
-    def keeps_low_scores(self, export: Export) -> bool:
-        """Tell whether the file returns low-scored detections; without them its AP is not comparable with others."""
-        return load_format(self.source).keeps_low_scores(export) if self.source else True
-
     def next_commands(self, export: Export, written: Written, data: str) -> list[str]:
         """Return the commands to type after a good score. data: the user's data, or a placeholder."""
-        return [after_scoring(written.path, export.config.imgsz, self.typed_backend(export))]
-
-    def typed_backend(self, export: Export) -> str | None:
-        """Return the backend that a command must name because it runs native code; None for any other."""
-        backend = self.backend(export)
-        return backend if backend and BACKENDS[backend].native else None
+        return [after_scoring(written.path, export.config.imgsz, written.typed_backend)]
 
 
 def load_format(name: str) -> Format:
@@ -140,13 +135,12 @@ def load_format(name: str) -> Format:
     return import_module(f'{__package__}.{FORMATS[name].file}').FORMAT
 
 
-def with_sources(names: Mapping[str, object] | Sequence[str]) -> list[Format]:
+def with_sources(formats: Sequence[Format]) -> list[Format]:
     """List formats and their sources, each after its source."""
     found: dict[str, Format] = {}
-    for name in names:
-        made = load_format(name)
-        before = with_sources([made.source]) if made.source else []
-        found |= {each.name: each for each in (*before, made)}
+    for wanted in formats:
+        before = with_sources([load_format(wanted.source)]) if wanted.source else []
+        found |= {each.name: each for each in (*before, wanted)}
     return list(found.values())
 
 
@@ -158,12 +152,10 @@ def size_of(*files: Path) -> str:
 def open_export(config: ExportConfig, formats: Sequence[Format], flag: str = '--imgsz') -> Export:
     """Load a checkpoint for `formats`, and raise QatError for anything that one of them refuses. flag: the name of the option of the size."""
     torch.backends.cudnn.allow_tf32 = False  # its mantissa is coarser than the INT8 grid
-    device = select_device(config.device)
-    for each in formats:
-        each.require(config, device)
-    predict = TorchModel(*CheckpointFile(fetched(config.weights)).load_any(device))
-    export = Export(replace(config, imgsz=config.imgsz or predict.quantized_for or predict.task.imgsz), predict)
-    require_multiples(export.config.imgsz, predict.stride, flag)
-    for each in formats:
-        each.require_model(export)
+    predict = TorchModel(*CheckpointFile(fetched(config.weights)).load_any(select_device(config.device)))
+    config = replace(config, imgsz=config.imgsz or predict.quantized_for or predict.task.imgsz)
+    require_multiples(config.imgsz, predict.stride, flag)
+    export = Export(config, predict, formats)
+    for each in with_sources(formats):
+        each.require(export)
     return export

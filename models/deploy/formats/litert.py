@@ -26,7 +26,6 @@ from models.quantize.quantizers import named_quantizers
 from utils.qat.backends.file_model import open_file
 from utils.qat.backends.litert import INSTALL, METADATA, load_litert, without_native_messages
 from utils.qat.backends.pytorch import task_of
-from utils.qat.config.export import ExportConfig
 from utils.qat.core.errors import QatError
 from utils.qat.core.files import atomic
 from utils.qat.targets.target import load_target
@@ -108,15 +107,12 @@ class LiteRTFormat(Format):
     name = 'litert'
 
     @override
-    def require(self, config: ExportConfig, device: torch.device) -> None:
+    def require(self, export: Export) -> None:
         for flag in ('dynamic', 'half'):
-            if getattr(config, flag):
+            if getattr(export.config, flag):
                 raise QatError(f'--{flag}: not with --include {self.name}; leave it out')
         load_litert(f'--include {self.name}')
         load_converter(f'--include {self.name}')
-
-    @override
-    def require_model(self, export: Export) -> None:
         if export.int8 and not export.target.places_as(load_target('litert')):
             raise QatError(
                 f'{export.config.weights}: was quantized for {export.target.title}; LiteRT would compute most of it in float, so quantize '

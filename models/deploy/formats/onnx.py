@@ -25,11 +25,10 @@ from models.deploy.formats.format import Export, Format, Written, size_of
 from models.quantize.convert import float_inside_blocks
 from models.quantize.network import head_of
 from models.quantize.quantizers import UNIT_SCALE, SiLUQuantizer, named_quantizers
-from utils.qat.backends.file_model import open_file
+from utils.qat.backends.onnxruntime import run_graph
 from utils.qat.backends.pytorch import task_of
-from utils.qat.config.export import ExportConfig
 from utils.qat.config.tables import DEFAULT_TARGET
-from utils.qat.core.errors import check
+from utils.qat.core.errors import QatError
 from utils.qat.core.files import atomic
 from utils.qat.core.log import bar
 from utils.qat.graph import half as onnx_half
@@ -145,15 +144,8 @@ def export_onnx(
         onnx.checker.check_model(graph, full_check=True)
         onnx.save(graph, tmp)
 
-        agreement = require_agreement(
-            traced,
-            images.to(device),
-            open_file(tmp)(images),
-            theirs,
-            'ONNX Runtime',
-            'FP16' if half else 'FP32',
-            bool(quantizers),
-        )
+        ours, typing = run_graph(graph, {'images': images}), 'FP16' if half else 'FP32'
+        agreement = require_agreement(traced, images.to(device), ours, theirs, 'ONNX Runtime', typing, bool(quantizers))
         if layout:
             graph = layout(graph)
             onnx.checker.check_model(graph, full_check=True)
@@ -173,7 +165,7 @@ def write_onnx(
         batch=config.batch_size,
         dynamic=config.dynamic,
         simplify=config.simplify,
-        opset=config.onnx_opset,
+        opset=config.opset,
         inplace=config.inplace,
         half=half,
         int8_weights=config.trt != 8,  # the parser of 8.6 takes integers only from a Q
@@ -221,20 +213,14 @@ class Onnx(Format):
     name = 'onnx'
 
     @override
-    def require(self, config: ExportConfig, device: torch.device) -> None:
-        check(
-            [
-                (
-                    config.half and config.trt != 11,
-                    f'--half: only with --trt 11; TensorRT {config.trt} takes the FP32 file and chooses FP16 '
-                    'when it builds (trtexec --fp16)',
-                )
-            ]
-        )
-
-    @override
-    def require_model(self, export: Export) -> None:
-        for flag, given in (('--half', export.config.half), ('--trt 11', export.config.trt == 11)):
+    def require(self, export: Export) -> None:
+        config = export.config
+        if config.half and config.trt != 11:
+            raise QatError(
+                f'--half: only with --trt 11; TensorRT {config.trt} takes the FP32 file and chooses FP16 '
+                'when it builds (trtexec --fp16)'
+            )
+        for flag, given in (('--half', config.half), ('--trt 11', config.trt == 11)):
             if given:
                 export.target.require_tensorrt(flag, export.zero_points)
 

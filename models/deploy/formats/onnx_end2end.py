@@ -5,8 +5,8 @@ must be equal to `torch_nms` of the predictions bit for bit, and the masks to `t
 file with the plugin cannot run there: only ONNX's checker sees it before TensorRT does.
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, fields
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +21,8 @@ from models.deploy.agreement import made_images
 from models.deploy.formats.format import Export, Format, Written
 from models.deploy.formats.onnx import lines_of
 from utils.qat.backends.detections import Detections
-from utils.qat.backends.onnxruntime import onnx_session
-from utils.qat.config.export import MASK_OPSET, NMS_LIMITS, PLUGIN, ExportConfig, Nms, Pooling
+from utils.qat.backends.onnxruntime import run_graph
+from utils.qat.config.export import PLUGIN, Nms, Pooling
 from utils.qat.config.tables import NMS
 from utils.qat.core.errors import QatError, check
 from utils.qat.core.files import atomic, write_text
@@ -35,6 +35,7 @@ from utils.qat.graph.onnx_graph import shape_of
 from utils.qat.graph.triton_config import triton_config
 
 MASK_TOLERANCE = 1e-3  # of values in 0..1: a sum of nm products has another order
+LOW_SCORE = 0.001  # from which on an evaluation counts detections
 PROBABILITY_TOLERANCE = 1e-4  # of values in 0..1: another order of sums in the network and the softmax
 
 
@@ -130,12 +131,12 @@ def export_end2end(source: Path, path: Path, nms: Nms, pooling: Pooling = Poolin
         part = nms_part(model, [o.name for o in outputs])
         batch, _, *imgsz = shape_of(given)
         made = made_predictions(nms, max(imgsz), *map(shape_of, outputs))
-        found = _run(part, dict(zip((o.name for o in outputs), made)))
+        found = run_graph(part, dict(zip((o.name for o in outputs), made)))
         check_detections(found, made, nms, pooling, 'ONNX Runtime')
         whole = onnx.ModelProto()
         whole.CopyFrom(model)
         whole.graph.output.extend(outputs)
-        returned = _run(whole, {given.name: made_images(batch, imgsz)})
+        returned = run_graph(whole, {given.name: made_images(batch, imgsz)})
         check_detections(returned[: -len(outputs)], returned[-len(outputs) :], nms, pooling, 'ONNX Runtime')
     with atomic(path) as tmp:
         onnx.save(model, tmp)
@@ -167,14 +168,6 @@ def made_predictions(nms: Nms, side: int, shape: Sequence[int], *prototypes: Seq
     return [made, *(2 * rand(*p) - 1 for p in prototypes)]
 
 
-def _run(model: onnx.ModelProto, values: Mapping[str, torch.Tensor]) -> list[torch.Tensor]:
-    """Run a graph in ONNX Runtime. `values`: name of an input → tensor."""
-    return [
-        torch.from_numpy(out)
-        for out in onnx_session(model.SerializeToString()).run(None, {k: v.numpy() for k, v in values.items()})
-    ]
-
-
 def check_detections(
     outputs: Sequence[torch.Tensor], made: Sequence[torch.Tensor], nms: Nms, pooling: Pooling, engine: str
 ) -> None:
@@ -200,46 +193,6 @@ def check_detections(
                 )
 
 
-def choose_nms(config: ExportConfig, masks: bool) -> tuple[Nms, Pooling]:
-    """Choose the NMS and mask settings of a model's files. masks: whether the model returns masks.
-
-    Raises:
-        QatError: an option does not apply to such a model.
-    """
-    kind, given = config.nms, config.given(f.name for f in fields(Pooling))
-    check(
-        [
-            (
-                masks and kind == 'plugin',
-                f'--nms plugin: {PLUGIN} does not tell which candidates it keeps, and so not whose masks; leave '
-                'it out, a segmentation model takes --nms standard',
-            ),
-            (
-                masks and config.onnx_opset < MASK_OPSET,
-                f'--opset {config.onnx_opset}: masks take RoiAlign of opset {MASK_OPSET}; give that or more',
-            ),
-            (given and not masks, f'{given}: only for a segmentation model, which {config.weights} is not'),
-            (
-                not 1 <= config.topk_all <= NMS_LIMITS[kind],
-                f'--topk-all {config.topk_all}: must lie in 1 to {NMS_LIMITS[kind]} for --nms {kind}',
-            ),
-            (
-                kind == 'plugin' and config.iou_thres == 0,
-                f'--iou-thres 0: {PLUGIN} takes more than 0 only; give 0.01, or --nms standard',
-            ),
-        ]
-    )
-    return (
-        Nms(kind, config.topk_all, config.iou_thres, config.conf_thres, config.class_agnostic),
-        Pooling(config.mask_resolution, config.pooler_scale, config.sampling_ratio),
-    )
-
-
-def nms_of(export: Export) -> tuple[Nms, Pooling]:
-    """Choose the NMS and mask settings of an export; see `choose_nms`."""
-    return choose_nms(export.config, export.predict.task.masks)
-
-
 def export_class_ends(source: Path, path: Path) -> None:
     """Put normalization and softmax into the classifier `source` of export_onnx, check it, and write it to `path`.
 
@@ -249,10 +202,10 @@ def export_class_ends(source: Path, path: Path) -> None:
     [given] = model.graph.input
     batch, _, *imgsz = shape_of(given)
     images = made_images(batch, imgsz)
-    [logits] = _run(model, {given.name: normalized(images)})
+    [logits] = run_graph(model, {given.name: normalized(images)})
     passes.set_metadata(add_class_ends(model, MEAN, STD), normalizes=True)
     onnx.checker.check_model(model, full_check=True)
-    [found] = _run(model, {given.name: images})
+    [found] = run_graph(model, {given.name: images})
     if not torch.allclose(found, logits.softmax(1), rtol=0, atol=PROBABILITY_TOLERANCE):
         raise QatError(
             'ONNX Runtime finds other probabilities with the normalization inside; please report this model. No file was written'
@@ -268,12 +221,12 @@ class OnnxEnd2end(Format):
     source = 'onnx'
 
     @override
-    def require_model(self, export: Export) -> None:
+    def require(self, export: Export) -> None:
         if not export.predict.task.boxes:
             given = export.config.given(NMS)
             check([(given, f'{given}: only for detectors, and {export.config.weights} is {export.predict.task.title}')])
             return
-        nms, _ = nms_of(export)
+        nms, _ = export.nms
         if nms.kind == 'plugin':
             export.target.require_tensorrt('--nms plugin', export.zero_points)
         if export.config.verify and not any(each.backend(export) for each in export.formats):
@@ -283,9 +236,9 @@ class OnnxEnd2end(Format):
 
     @override
     def write(self, export: Export, path: Path) -> Written:
-        config, source, serving = export.config, export.made('onnx').path, path.with_suffix('.pbtxt')
+        config, source, serving = export.config, export.written['onnx'].path, path.with_suffix('.pbtxt')
         if export.predict.task.boxes:
-            nms, pooling = nms_of(export)
+            nms, pooling = export.nms
             export_end2end(source, path, nms, pooling)
             plugin = nms.kind == 'plugin'
             checked = 'not run here, only TensorRT has it' if plugin else 'in ONNX Runtime as by torchvision'
@@ -304,22 +257,19 @@ class OnnxEnd2end(Format):
                 f'{PLUGIN} is deprecated since TensorRT 10.12 and will be removed; --nms standard has the same outputs and needs no plugin'
             ]
             * (plugin and config.trt == 11),
+            low_scores=config.conf_thres <= LOW_SCORE,
         )
 
     @override
     def backend(self, export: Export) -> str | None:
-        return None if nms_of(export)[0].kind == 'plugin' else export.config.backend
+        return None if export.nms[0].kind == 'plugin' else export.config.backend
 
     @override
     def reference(self, export: Export) -> Callable[[torch.Tensor], Any]:
         if not export.predict.task.boxes:
             return lambda images: torch.log_softmax(export.predict(images), 1)
-        nms, pooling = nms_of(export)
+        nms, pooling = export.nms
         return lambda images: torch_detections(export.predict(images), tuple(images.shape[2:]), nms, pooling)
-
-    @override
-    def keeps_low_scores(self, export: Export) -> bool:
-        return export.config.conf_thres <= 0.001
 
 
 FORMAT = OnnxEnd2end()

@@ -36,7 +36,6 @@ from models.deploy.formats.format import Export, Format, Written, size_of
 from models.deploy.formats.onnx import typed_half
 from utils.qat.backends.file_model import FileModel
 from utils.qat.backends.openvino import OVERFLOW, OpenVINO
-from utils.qat.config.export import ExportConfig
 from utils.qat.core.files import atomic, require_own, write_text
 from utils.qat.core.log import LOGGER
 from utils.qat.graph.onnx_graph import shape_of
@@ -128,12 +127,12 @@ class OpenVINOFormat(Format):
     source: str = 'onnx'
 
     @override
-    def require(self, config: ExportConfig, device: torch.device) -> None:
+    def require(self, export: Export) -> None:
         load_openvino(f'--include {self.name}')
 
     @override
     def write(self, export: Export, path: Path) -> Written:
-        metadata = metadata_yaml(export.made('onnx').path, path.stem)
+        metadata = metadata_yaml(export.written['onnx'].path, path.stem)
         require_own(folder_of(path) / METADATA, metadata)
         written = self.converted(export, path)
         images = '' if export.predict.task.boxes else ', which normalizes no images: for it take onnx_end2end'
@@ -143,17 +142,18 @@ class OpenVINOFormat(Format):
     def converted(self, export: Export, path: Path) -> Written:
         """Write the .xml and .bin of the ONNX file that is their source, if OpenVINO computes what it shall."""
         config, target = export.config, export.target
-        weights, source = path.with_suffix('.bin'), export.made(self.source)
+        weights, source = path.with_suffix('.bin'), export.written[self.source]
+        graph = onnx.load(source.path)
         with atomic_pair(path) as tmp:
-            write_ir(onnx.load(source.path), tmp)
+            write_ir(graph, tmp)  # which rewrites its Q/DQ; inputs, and NMS behind the predictions, stay
             session = OpenVINO(tmp, CPU)
-            self.compare(session, export, onnx.load(source.path, load_external_data=False))
+            self.compare(session, export, graph)
         takes = 'any batch' if config.dynamic else f'batch {config.batch_size} only; any with --dynamic'
         lines = [f'-> {path} and {weights.name}, {size_of(path, weights)}, {takes}', *session.notes]
         loses = target.in_openvino if export.predict.task.boxes else target.in_openvino_classes
         if export.int8 and loses:
             lines.append(f'quantized for {target.title}: {loses} (--target openvino)')
-        return Written({self.name: path}, lines)
+        return Written({self.name: path}, lines, low_scores=source.low_scores)
 
     @torch.no_grad()
     def compare(self, session: OpenVINO, export: Export, source: onnx.ModelProto) -> None:

@@ -10,12 +10,12 @@ from typing_extensions import override
 
 from models.deploy.agreement import made_images
 from models.deploy.formats.format import Export, Written
-from models.deploy.formats.onnx_end2end import check_detections, made_predictions, nms_of, nms_part
+from models.deploy.formats.onnx_end2end import check_detections, made_predictions, nms_part
 from models.deploy.formats.openvino import OpenVINOFormat
 from utils.qat.backends.file_model import FileModel
 from utils.qat.backends.openvino import OpenVINO
-from utils.qat.config.export import PLUGIN, ExportConfig
-from utils.qat.core.errors import check
+from utils.qat.config.export import PLUGIN
+from utils.qat.core.errors import QatError
 from utils.qat.graph.onnx_graph import shape_of
 from utils.qat.graph.openvino_model import one_core
 
@@ -27,21 +27,13 @@ class OpenVINOEnd2end(OpenVINOFormat):
     source = 'onnx_end2end'
 
     @override
-    def require(self, config: ExportConfig, device: torch.device) -> None:
-        check(
-            [
-                (
-                    config.nms == 'plugin',
-                    f'--nms plugin: {PLUGIN}, which TensorRT alone has; OpenVINO takes --nms standard',
-                )
-            ]
-        )
-        super().require(config, device)
-
-    @override
-    def require_model(self, export: Export) -> None:
-        task, weights = export.predict.task, export.config.weights
-        check([(not task.boxes, f'--include {self.name}: NMS is for detectors, and {weights} is {task.title}')])
+    def require(self, export: Export) -> None:
+        config, task = export.config, export.predict.task
+        if config.nms == 'plugin':
+            raise QatError(f'--nms plugin: {PLUGIN}, which TensorRT alone has; OpenVINO takes --nms standard')
+        if not task.boxes:
+            raise QatError(f'--include {self.name}: NMS is for detectors, and {config.weights} is {task.title}')
+        super().require(export)
 
     @override
     def write(self, export: Export, path: Path) -> Written:
@@ -49,8 +41,8 @@ class OpenVINOEnd2end(OpenVINOFormat):
 
     @override
     def compare(self, session: OpenVINO, export: Export, source: onnx.ModelProto) -> None:
-        nms, pooling = nms_of(export)
-        outputs = onnx.load(export.made('onnx').path, load_external_data=False).graph.output
+        nms, pooling = export.nms
+        outputs = onnx.load(export.written['onnx'].path, load_external_data=False).graph.output
         batch, _, *imgsz = shape_of(source.graph.input[0])
         FileModel(session)(made_images(batch, imgsz))
         made = made_predictions(nms, max(imgsz), *map(shape_of, outputs))

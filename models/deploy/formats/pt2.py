@@ -20,7 +20,6 @@ from models.deploy.formats.format import Export, Format, Written, size_of
 from models.quantize.network import head_of
 from utils.qat.backends.file_model import open_file
 from utils.qat.backends.pt2 import require_pt2
-from utils.qat.config.export import ExportConfig
 from utils.qat.config.tables import BACKENDS
 from utils.qat.core.errors import QatError
 from utils.qat.core.files import atomic
@@ -103,11 +102,8 @@ class Pt2Format(Format):
     name = 'pt2'
 
     @override
-    def require(self, config: ExportConfig, device: torch.device) -> None:
+    def require(self, export: Export) -> None:
         require_pt2(f'--include {self.name}')
-
-    @override
-    def require_model(self, export: Export) -> None:
         if export.config.half and export.int8:
             raise QatError(
                 f'--half: not with --include {self.name} and an INT8 checkpoint, whose float parts are FP32 there; leave it out'

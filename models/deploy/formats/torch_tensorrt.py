@@ -19,7 +19,7 @@ from models.deploy.agreement import made_images, metadata_of, require_agreement,
 from models.deploy.formats.format import Export, Format, Written, size_of
 from models.deploy.quantize_op import quantize_op_program
 from utils.qat.backends.file_model import open_file
-from utils.qat.config.export import ExportConfig, TorchTensorRT
+from utils.qat.config.export import TorchTensorRT
 from utils.qat.core.command import command
 from utils.qat.core.errors import QatError, check
 from utils.qat.core.files import atomic
@@ -110,7 +110,8 @@ class TorchTensorRTFormat(Format):
     name = 'torch_tensorrt'
 
     @override
-    def require(self, config: ExportConfig, device: torch.device) -> None:
+    def require(self, export: Export) -> None:
+        config = export.config
         alone = list(config.files) == [self.name]
         check(
             [
@@ -129,10 +130,7 @@ class TorchTensorRTFormat(Format):
                 ),
             ]
         )
-        load_torch_tensorrt(device)
-
-    @override
-    def require_model(self, export: Export) -> None:
+        load_torch_tensorrt(export.predict.device)
         export.target.require_tensorrt(FLAG, export.zero_points)
 
     @override

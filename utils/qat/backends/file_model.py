@@ -1,7 +1,4 @@
-"""A file that a backend has opened: its description, its run, and the model in it.
-
-config/tables.py has a line for each backend. The file that the line names defines SESSION, a subclass of Session.
-benchmark/measured.py adds what the benchmark needs.
+"""The model in a file that a backend has opened.
 
 Models predict: each takes images FP32 [B, 3, H, W] in 0..1 and returns predictions [B, 4 + nc, N], boxes as xywh in pixels.
 A segmentation model returns two: predictions [B, 4 + nc + nm, N], whose last nm rows are mask coefficients, and prototypes
@@ -12,118 +9,20 @@ from __future__ import annotations
 
 import ast
 import math
-from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from importlib import import_module
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import torch
-from typing_extensions import Self
 
 from utils.qat.backends.detections import Detections
+from utils.qat.backends.session import Session, open_session
 from utils.qat.config.export import END2END, MASKS
-from utils.qat.config.tables import BACKENDS
 from utils.qat.config.tasks import load_task
 from utils.qat.core.errors import QatError
 from utils.qat.data.masks import BoxMasks
 from utils.qat.untrusted.names import class_names
 
 LARGEST_NAMES = 1_000_000  # characters of all names of classes in the metadata of an export
-
-
-@dataclass
-class Signature:
-    """Inputs, outputs and metadata of an exported file.
-
-    Attributes:
-        inputs: name → shape; an open axis is a name or None, as the engine gives it.
-        outputs: name → shape, likewise.
-        metadata: text of the export, by key; untrusted.
-        batch: smallest and largest; None = as in the shape of the input.
-    """
-
-    inputs: Mapping[str, Sequence[Any]]
-    outputs: Mapping[str, Sequence[Any]]
-    metadata: dict[str, str]
-    batch: tuple[int, int] | None = None
-
-
-class Session(ABC):
-    """A file that an engine has loaded for a device."""
-
-    def __init__(self, file: Path, device: torch.device) -> None:
-        self.file, self.device = file, device
-
-    @classmethod
-    def open(cls, file: Path, device: torch.device, backend: str) -> Session:
-        """Load a file for exact results rather than speed. Raises QatError if it cannot be loaded here."""
-        return cls(file, device)
-
-    @staticmethod
-    def takes(file: Path) -> bool:
-        """Tell whether `file` is for this engine, if two engines share a suffix."""
-        return True
-
-    @property
-    def notes(self) -> Sequence[str]:
-        """Return notes on how the engine runs the file, known after the first run."""
-        return ()
-
-    @abstractmethod
-    def signature(self) -> Signature:
-        """Describe the file. Raises QatError if its names or metadata cannot be read."""
-
-    @abstractmethod
-    def run(self, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Compute the outputs, by name, for inputs on any device.
-
-        They are on the session's device, and valid until the next call.
-        """
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        """Free the memory on the device."""
-
-
-def session_of(backend: str) -> type[Session]:
-    """Return the class of a backend's sessions. backend: a key of BACKENDS."""
-    return import_module(f'{__package__}.{BACKENDS[backend].file}').SESSION
-
-
-def backends_of(path: Path) -> list[str]:
-    """Return the backends that take an exported file in an evaluation, in order of preference."""
-    able = [name for name, line in BACKENDS.items() if path.suffix.lower() in line.predicts]
-    return [name for name in able if len(able) == 1 or session_of(name).takes(path)]
-
-
-def require_named(path: Path, backend: str) -> None:
-    """Raise QatError if `backend`, which the file needs and the user did not name, runs native code of the file."""
-    if BACKENDS[backend].native:
-        raise QatError(
-            f'{path}: a package of {BACKENDS[backend].title}, which is native code and runs when it is loaded; that takes its name, '
-            f'so if you trust the file: --backend {backend}'
-        )
-
-
-def open_session(path: Path, device: torch.device, backend: str | None = None) -> Session:
-    """Open an exported file in `backend`; None = the first that takes such files.
-
-    Raises QatError if the file is invalid or cannot run here; or if the backend does not take such files, or must be named.
-    """
-    able = backends_of(path)
-    if backend is not None and backend not in able:
-        raise QatError(
-            f'--backend {backend}: {BACKENDS[backend].title} does not run {path.suffix} files; for {path} give '
-            f'{" or ".join(able)}'
-        )
-    if backend is None:
-        require_named(path, able[0])
-    chosen = backend or able[0]
-    return session_of(chosen).open(path, device, chosen)
 
 
 def stride_and_names(path: Path, metadata: dict[str, str]) -> tuple[int, dict[int, str] | None]:
@@ -261,18 +160,3 @@ class FileModel:
 def open_file(path: Path, device: torch.device = torch.device('cpu'), backend: str | None = None) -> FileModel:
     """Open an exported file for an evaluation; see `open_session`."""
     return FileModel(open_session(path, device, backend))
-
-
-def split_outputs(outputs: torch.Tensor | tuple[torch.Tensor, ...] | list[torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Split predictions, and of a segmentation model prototypes, by meaning.
-
-    Returns 'boxes' [B, 4, N] and 'scores' [B, nc, N], and of a segmentation model 'coefficients' [B, nm, N] and 'prototypes'
-    [B, nm, h, w]. Of a classifier 'logits' [B, nc].
-    """
-    if isinstance(outputs, torch.Tensor) and outputs.dim() == 2:
-        return {'logits': outputs}
-    if not isinstance(outputs, (tuple, list)):
-        return {'boxes': outputs[:, :4], 'scores': outputs[:, 4:]}
-    predictions, prototypes = outputs
-    nm = prototypes.shape[1]
-    return {**split_outputs(predictions[:, :-nm]), 'coefficients': predictions[:, -nm:], 'prototypes': prototypes}

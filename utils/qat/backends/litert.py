@@ -21,7 +21,7 @@ import numpy as np
 import torch
 from typing_extensions import override
 
-from utils.qat.backends.file_model import Session, Signature
+from utils.qat.backends.session import Session, Signature
 from utils.qat.core.command import run_apart
 from utils.qat.core.errors import QatError
 

@@ -6,7 +6,7 @@ x → Cast → FP32 → Q (FP32 scale) gives the same INT8 values.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -19,7 +19,7 @@ from typing_extensions import (
     override,
 )  # torch requires this package, so it is installed; typing has it from Python 3.12
 
-from utils.qat.backends.file_model import Session, Signature
+from utils.qat.backends.session import Session, Signature
 from utils.qat.config.export import PLUGIN
 from utils.qat.core.errors import QatError
 from utils.qat.core.machine import onnx_options
@@ -111,6 +111,15 @@ def onnx_session(
         cuda = [('CUDAExecutionProvider', {'device_id': device.index or 0, **settings})]
     source = rounding(source) if entries is AS_WRITTEN else source
     return ort.InferenceSession(source, options, providers=[*cuda, 'CPUExecutionProvider'])
+
+
+def run_graph(model: onnx.ModelProto, values: Mapping[str, torch.Tensor]) -> list[torch.Tensor]:
+    """Run a new graph on the CPU, Q and DQ as written. values: name of an input → tensor. Raises QatError if ONNX Runtime cannot."""
+    try:
+        session = onnx_session(model.SerializeToString())
+        return list(map(torch.from_numpy, session.run(None, {name: value.numpy() for name, value in values.items()})))
+    except Exception as e:  # onnxruntime's exceptions share no public base class
+        raise QatError(f'ONNX Runtime cannot run the exported graph: {" ".join(str(e).split())[:300]}') from e
 
 
 class OnnxRuntime(Session):

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from typing_extensions import override
 
-from utils.qat.backends.file_model import Session, Signature
+from utils.qat.backends.session import Session, Signature
 from utils.qat.core.errors import QatError
 from utils.qat.graph.openvino_layers import Int8Layers, int8_layers, layers_of, quantized_convs
 from utils.qat.graph.openvino_model import load_openvino, metadata, one_core, read_model, reason

@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 from typing_extensions import override
 
-from utils.qat.backends.file_model import Session, Signature
+from utils.qat.backends.session import Session, Signature
 from utils.qat.core.errors import QatError
 from utils.qat.untrusted.program_archive import archive_of, is_package, read_program
 

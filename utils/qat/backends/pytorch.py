@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -83,3 +84,18 @@ class TorchModel:
         """Run the model: return its predictions, and the outputs for training."""
         with self.context:
             return self.model(channels_last(images))
+
+
+def split_outputs(outputs: torch.Tensor | Sequence[torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Split predictions, and of a segmentation model prototypes, by meaning.
+
+    Returns 'boxes' [B, 4, N] and 'scores' [B, nc, N], and of a segmentation model 'coefficients' [B, nm, N] and 'prototypes'
+    [B, nm, h, w]. Of a classifier 'logits' [B, nc].
+    """
+    predictions, *prototypes = (outputs,) if isinstance(outputs, torch.Tensor) else outputs
+    if predictions.dim() == 2:
+        return {'logits': predictions}
+    if not prototypes:
+        return {'boxes': predictions[:, :4], 'scores': predictions[:, 4:]}
+    nm = prototypes[0].shape[1]
+    return {**split_outputs(predictions[:, :-nm]), 'coefficients': predictions[:, -nm:], 'prototypes': prototypes[0]}

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from typing_extensions import override
 
-from utils.qat.backends.file_model import Session, Signature
+from utils.qat.backends.session import Session, Signature
 from utils.qat.core.errors import QatError
 from utils.qat.core.log import LOGGER
 from utils.qat.engine.api import load_tensorrt, logger, product

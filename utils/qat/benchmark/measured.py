@@ -15,8 +15,8 @@ from pathlib import Path
 import torch
 from typing_extensions import override
 
-from utils.qat.backends.file_model import Session, session_of
 from utils.qat.backends.pytorch import TorchModel
+from utils.qat.backends.session import Session, session_of
 from utils.qat.benchmark.model_files import Inputs, ModelFile, OpenInputs
 from utils.qat.benchmark.tables import pixels
 from utils.qat.config.deploy import BenchmarkConfig

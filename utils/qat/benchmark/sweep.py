@@ -8,7 +8,7 @@ from itertools import product
 
 import torch
 
-from utils.qat.backends.file_model import require_named
+from utils.qat.backends.session import require_named
 from utils.qat.benchmark.measured import Measurement
 from utils.qat.benchmark.measured_backends import measured_by
 from utils.qat.benchmark.model_files import Inputs, ModelFile, shapes_of

@@ -10,6 +10,7 @@ from utils.qat.config.common import OR_ALL, SHARE, SIZE
 from utils.qat.config.deploy import MEMORY, WORKSPACE
 from utils.qat.config.settings import Range, Settings, Sides, flag_of, option, run
 from utils.qat.config.tables import FORMATS, NMS, TORCH_TENSORRT, formats_with
+from utils.qat.core.errors import check
 from utils.qat.core.files import in_tree
 
 PLUGIN = 'EfficientNMS_TRT'  # NMS that only TensorRT has
@@ -96,18 +97,18 @@ class OnnxConfig(Settings):
         'outside Q/DQ',
         allowed=tuple(OPSETS),
     )
-    opset: int | None = option(
+    opset: int = option(
         None, 'ONNX opset; default: ' + ', '.join(f'{default} for --trt {v}' for v, (*_, default) in OPSETS.items())
     )
 
-    @property
-    def onnx_opset(self) -> int:
-        """The opset of the export: --opset, or the default of --trt."""
-        return OPSETS[self.trt][2] if self.opset is None else self.opset
+    def __post_init__(self) -> None:
+        if self.opset is None and self.trt in OPSETS:
+            object.__setattr__(self, 'opset', OPSETS[self.trt][2])
+        super().__post_init__()
 
     def problems(self) -> Iterable[tuple[Any, str]]:
         """Check the opset; see Settings.problems."""
-        if self.opset is not None and self.trt in OPSETS:
+        if self.trt in OPSETS:
             lowest, highest, _ = OPSETS[self.trt]
             yield (
                 not lowest <= self.opset <= highest,
@@ -223,6 +224,40 @@ class ExportConfig(OnnxConfig):
     def given(self, names: Iterable[str]) -> str:
         """List the flags of those settings `names` that differ from their defaults."""
         return ', '.join(flag_of(name) for name in names if getattr(self, name) != getattr(ExportConfig, name))
+
+    def nms_inside(self, masks: bool) -> tuple[Nms, Pooling]:
+        """Choose the NMS and mask settings of a model's files. masks: whether the model returns masks.
+
+        Raises:
+            QatError: an option does not apply to such a model.
+        """
+        kind, given = self.nms, self.given(f.name for f in fields(Pooling))
+        check(
+            [
+                (
+                    masks and kind == 'plugin',
+                    f'--nms plugin: {PLUGIN} does not tell which candidates it keeps, and so not whose masks; leave '
+                    'it out, a segmentation model takes --nms standard',
+                ),
+                (
+                    masks and self.opset < MASK_OPSET,
+                    f'--opset {self.opset}: masks take RoiAlign of opset {MASK_OPSET}; give that or more',
+                ),
+                (given and not masks, f'{given}: only for a segmentation model, which {self.weights} is not'),
+                (
+                    not 1 <= self.topk_all <= NMS_LIMITS[kind],
+                    f'--topk-all {self.topk_all}: must lie in 1 to {NMS_LIMITS[kind]} for --nms {kind}',
+                ),
+                (
+                    kind == 'plugin' and self.iou_thres == 0,
+                    f'--iou-thres 0: {PLUGIN} takes more than 0 only; give 0.01, or --nms standard',
+                ),
+            ]
+        )
+        return (
+            Nms(kind, self.topk_all, self.iou_thres, self.conf_thres, self.class_agnostic),
+            Pooling(self.mask_resolution, self.pooler_scale, self.sampling_ratio),
+        )
 
     def limits(self, quantized: bool) -> Limits:
         """Choose the limits of --verify for a quantized or a float model."""

@@ -9,7 +9,7 @@ import torch
 from utils.metrics import box_iou
 
 from utils.qat.backends.detections import Detections
-from utils.qat.backends.file_model import split_outputs
+from utils.qat.backends.pytorch import split_outputs
 from utils.qat.config.export import Limits
 from utils.qat.core.errors import QatError
 from utils.qat.core.text import markdown_table
@@ -21,7 +21,7 @@ from utils.qat.evaluation.score_tables import models_table
 
 SAME_OBJECT = 0.5  # IoU from which two detections of one class show the same object
 SAME_DETECTION = 0.9  # IoU from which they match
-PREDICTED = {  # part of the predictions, see file_model.split_outputs → its title
+PREDICTED = {  # part of the predictions, see pytorch.split_outputs → its title
     'boxes': 'boxes (px)',
     'scores': 'scores',
     'coefficients': 'mask coefficients',

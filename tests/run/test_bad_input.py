@@ -105,7 +105,7 @@ export_qat.py --weights {quantized} --imgsz 64
     --imgsz 64 100                     | --imgsz 64 100; 64 96 or 64 128
     --imgsz 8                          | --imgsz; 32 or more
     --include pt2 --half               | --half: not with --include pt2
-    --include pt2 onnx --half          | --trt 11
+    --include onnx pt2 --half          | --trt 11
     --include aoti --half --device cpu | --half
     --include litert --half            | --half: not with --include litert
     --include litert --dynamic         | --dynamic: not with --include litert

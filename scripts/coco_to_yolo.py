@@ -21,7 +21,7 @@ from utils.qat.core.command import Parser, run_command
 from utils.qat.core.errors import QatError
 from utils.qat.core.files import require_file, write_text
 from utils.qat.core.log import LOGGER, RESULT, bar
-from utils.qat.core.text import is_printable_text
+from utils.qat.core.text import is_printable
 from utils.qat.data.coco_file import SIZE, read_coco
 from utils.qat.untrusted.names import class_names
 
@@ -58,7 +58,7 @@ def line(box: Sequence[float], width: float, height: float, number: int) -> str 
 
 
 def _is_path(value: Any) -> bool:
-    return type(value) is str and is_printable_text(value)
+    return type(value) is str and is_printable(value)
 
 
 def labels(coco: dict[str, Any], folder: Path, annotations: Path) -> dict[Path, str]:

@@ -43,9 +43,7 @@ def _folder(file: str) -> Path:
 
 
 TREE = _folder(__file__).parents[1]  # the patched tree
-
 OURS = 'utils.qat', 'models.quantize', 'models.deploy'  # packages that need no shims until they import upstream
-
 _fired: list[str] | None = None  # names of the shims that fired; None until apply() has run
 
 
@@ -183,31 +181,24 @@ def pkg_resources_module() -> bool:
     from packaging.requirements import Requirement
     from packaging.version import parse
 
-    class DistributionNotFound(Exception):
-        """A required distribution is not installed."""
-
     class VersionConflict(Exception):
         """An installed distribution does not meet the requirement."""
 
-    def parse_requirements(lines: str | Iterable[str]) -> Iterator[Requirement]:
-        """Parse the requirements in a text, an open file or a list of lines; comments and options of pip are left out."""
-        for line in lines.splitlines() if isinstance(lines, str) else lines:
+    def parse_requirements(lines: Iterable[str]) -> Iterator[Requirement]:
+        """Parse the requirements in a file or a list of lines; comments and options of pip are left out."""
+        for line in lines:
             line = line.split(' #')[0].strip()
             if line and not line.startswith(('#', '-')):
                 yield Requirement(line)
 
-    def require(*requirements: Any) -> None:
-        """Raise unless every requirement is met; unlike the real function, do not follow dependencies."""
-        for text in requirements:
-            for requirement in parse_requirements(text):
-                if requirement.marker and not requirement.marker.evaluate():
-                    continue
-                try:
-                    version = metadata.version(requirement.name)
-                except metadata.PackageNotFoundError:
-                    raise DistributionNotFound(str(requirement)) from None
-                if not requirement.specifier.contains(version, prereleases=True):
-                    raise VersionConflict(f'{requirement.name} {version} is installed, {requirement} is required')
+    def require(text: str) -> None:
+        """Raise unless the requirement is met; unlike the real function, do not follow dependencies."""
+        requirement = Requirement(text)
+        if requirement.marker and not requirement.marker.evaluate():
+            return
+        version = metadata.version(requirement.name)
+        if not requirement.specifier.contains(version, prereleases=True):
+            raise VersionConflict(f'{requirement.name} {version} is installed, {requirement} is required')
 
     stand_in(
         'pkg_resources',
@@ -215,9 +206,8 @@ def pkg_resources_module() -> bool:
         parse_version=parse,
         parse_requirements=parse_requirements,
         require=require,
-        Requirement=Requirement,
         VersionConflict=VersionConflict,
-        DistributionNotFound=DistributionNotFound,
+        DistributionNotFound=metadata.PackageNotFoundError,
     )
     return True
 
@@ -230,11 +220,8 @@ def ipython_module() -> bool:
     """
     if importlib.util.find_spec('IPython'):
         return False
-
-    def display(*things: Any, **_: Any) -> None:
-        print(*things)
-
-    shown = stand_in('IPython.display', 'Stand-in of yolov9-qat.', display=display, clear_output=lambda *_, **__: None)
+    display, clear = lambda *things, **_: print(*things), lambda *_, **__: None
+    shown = stand_in('IPython.display', 'Stand-in of yolov9-qat.', display=display, clear_output=clear)
     stand_in(
         'IPython',
         'Stand-in of yolov9-qat: no notebook.',
@@ -413,10 +400,9 @@ def seaborn_when_used() -> bool:
     load it as soon as torch asks each loaded module for its file (inspect.getmodule). Delete when upstream imports it inside
     these plots.
     """
-    name = 'seaborn'
-    if name in sys.modules or not importlib.util.find_spec(name):
+    if 'seaborn' in sys.modules or not importlib.util.find_spec('seaborn'):
         return False
-    stand_in_until_used(name)
+    stand_in_until_used('seaborn')
     return True
 
 

@@ -68,9 +68,8 @@ def explain(error: BaseException) -> str | None:
     for kind, words, line in CASES:
         if isinstance(error, kind) and re.search(words, str(error)):
             return line if isinstance(line, str) else line()
-    if isinstance(error, ModuleNotFoundError) and '.' not in (
-        error.name or '.'
-    ):  # else a part of a package that is there
+    # a name with a dot is a part of a package that is there
+    if isinstance(error, ModuleNotFoundError) and '.' not in (error.name or '.'):
         return f'the package {error.name} is not installed for {sys.executable}; {INSTALL}'
     return None
 

@@ -30,12 +30,7 @@ TREE = Path(__file__).parents[3]  # the patched YOLOv9 folder, with --link too
 
 def sha256(path: str | Path) -> str:
     """Compute the SHA-256 of a file, in hex digits."""
-    with open(path, 'rb') as f:
-        return (
-            hashlib.file_digest(f, 'sha256').hexdigest()
-            if hasattr(hashlib, 'file_digest')  # Python 3.11
-            else hashlib.sha256(f.read()).hexdigest()
-        )
+    return hashlib.sha256(Path(path).read_bytes()).hexdigest()
 
 
 def waits(path: str | Path) -> bool:
@@ -159,7 +154,7 @@ def require_file(path: str | Path, flag: str, suffixes: Collection[str] = ()) ->
     if not path.is_file():
         raise QatError(f'{flag} {path}: not a file')
     # Messages, pictures and checkpoints repeat the name. A byte that is not UTF-8 is half a character here.
-    if not all(map(is_printable, str(path))):
+    if not is_printable(str(path)):
         raise QatError(f'{flag} {path}: the name has control characters or is not UTF-8; rename it')
     if suffixes and path.suffix.lower() not in suffixes:
         raise QatError(f'{flag} {path}: expected a file ending in {" or ".join(suffixes)}')

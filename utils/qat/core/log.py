@@ -55,18 +55,21 @@ class LineFormatter(logging.Formatter):
         return visible(super().formatException(info), keep='\n\t')
 
 
-def _named(error: Any, file: str) -> BaseException:
-    """Return `error`; an OSError gets the name of its file, which `explain` needs."""
-    if isinstance(error, OSError):
-        error.filename = file
-    return error
+class Raising(logging.StreamHandler):
+    """A handler that raises write errors, so that the command ends with one line; logging would print a traceback and go on."""
+
+    baseFilename = OUTPUT
+
+    def handleError(self, record: logging.LogRecord) -> None:
+        """Raise the error of writing a record; an OSError gets the name of its file, which `explain` needs."""
+        error: Any = sys.exc_info()[1]
+        if isinstance(error, OSError):
+            error.filename = self.baseFilename
+        raise error
 
 
-class Terminal(logging.StreamHandler):
-    """A handler that writes to the current stdout, above the progress bar if there is one.
-
-    It raises write errors, so that the command ends with one line; logging would print a traceback and go on.
-    """
+class Terminal(Raising):
+    """A handler that writes to the current stdout, above the progress bar if there is one."""
 
     stream = property(lambda self: sys.stdout, lambda self, stream: None)
 
@@ -81,17 +84,9 @@ class Terminal(logging.StreamHandler):
         with library.tqdm.external_write_mode(self.stream) if library else contextlib.nullcontext():
             super().emit(record)
 
-    def handleError(self, record: logging.LogRecord) -> None:
-        """Raise the error of writing a record."""
-        raise _named(sys.exc_info()[1], OUTPUT)
 
-
-class LogFile(logging.FileHandler):
-    """A handler that writes to a file, and raises write errors."""
-
-    def handleError(self, record: logging.LogRecord) -> None:
-        """Raise the error of writing a record."""
-        raise _named(sys.exc_info()[1], self.baseFilename)
+class LogFile(Raising, logging.FileHandler):
+    """A handler that writes to a file."""
 
 
 LOGGER = logging.getLogger('yolov9-qat')

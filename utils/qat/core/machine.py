@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     import onnxruntime as ort
     import torch
 
-INSTRUCTIONS = {
+INSTRUCTIONS = {  # name → flag of Linux
     'AVX2': 'avx2',
     'AVX-VNNI': 'avx_vnni',
     'AVX-512': 'avx512f',
@@ -39,12 +39,12 @@ INSTRUCTIONS = {
     'NEON-DOT': 'asimddp',
     'I8MM': 'i8mm',
     'SVE': 'sve',
-}  # name → flag of Linux
+}
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # of glibc's malloc.h
 PACKAGES = ('torch', 'torchvision', 'numpy', 'pytorch-quantization')
 ENGINES = ('torch', 'onnxruntime', 'onnxruntime-gpu', 'openvino', 'tensorrt', 'tensorrt_rtx')
 SCALING = Path('/sys/devices/system/cpu/cpufreq')  # missing in most virtual machines: no current clock
-ROWS = {
+ROWS = {  # key of `machine` → row of the table
     'device': 'device',
     'compute_capability': 'compute capability',
     'multiprocessors': 'multiprocessors (SMs)',
@@ -62,7 +62,7 @@ ROWS = {
     'memory_mib': 'memory (MiB)',
     'system': 'system',
     'versions': 'versions',
-}  # key of `machine` → row of the table
+}
 # A thread spins for about the time that a wake-up takes, then sleeps. So it loses little on an idle machine, and delays
 # little on a busy one. GCC's library (PyTorch's wheels) counts spins, of 0.03 to 0.05 us each.
 ASLEEP = {'OMP_WAIT_POLICY': 'passive', 'GOMP_SPINCOUNT': '3000'}
@@ -151,13 +151,18 @@ def describe(device: torch.device) -> str:
     return name + (f' in the first of {world_size()} processes' if world_size() > 1 else '')
 
 
-def instruction_flags() -> list[str]:
-    """Return the flags of INSTRUCTIONS that Linux lists for this CPU; empty if the system does not tell."""
+def _cpuinfo(*keys: str) -> str:
+    """Return what Linux tells of this CPU under one of the keys; '' if the system does not tell."""
     try:
         text = Path('/proc/cpuinfo').read_text(encoding='utf-8', errors='replace')
     except OSError:
-        return []
-    flags = set(next((line for line in text.splitlines() if line.startswith(('flags', 'Features'))), '').split())
+        return ''
+    return next((line.partition(':')[2].strip() for line in text.splitlines() if line.startswith(keys)), '')
+
+
+def instruction_flags() -> list[str]:
+    """Return the flags of INSTRUCTIONS that Linux lists for this CPU; empty if the system does not tell."""
+    flags = _cpuinfo('flags', 'Features').split()
     return [flag for flag in INSTRUCTIONS.values() if flag in flags]
 
 
@@ -205,14 +210,6 @@ def clock_scales() -> bool:
     return SCALING.is_dir() and any(SCALING.iterdir())
 
 
-def cpu_name() -> str:
-    """Return the model of the CPU; 'unknown' where the system does not tell."""
-    linux = Path('/proc/cpuinfo')  # where platform.processor() knows nothing
-    lines = linux.read_text(encoding='utf-8', errors='replace').splitlines() if linux.exists() else []
-    told = next((line.split(':')[1].strip() for line in lines if line.startswith('model name')), '')
-    return told or platform.processor() or 'unknown'
-
-
 def _gpu(device: torch.device) -> dict[str, Any]:
     import torch
 
@@ -227,34 +224,15 @@ def _gpu(device: torch.device) -> dict[str, Any]:
     except QatError:
         return found
 
-    def cuda(version: int) -> str:
-        return f'{version // 1000}.{version % 1000 // 10}'
-
     for key, read in (
         ('gpu_clock_max_mhz', lambda: nvml.nvmlDeviceGetMaxClockInfo(handle, nvml.NVML_CLOCK_SM)),
         ('gpu_memory_clock_max_mhz', lambda: nvml.nvmlDeviceGetMaxClockInfo(handle, nvml.NVML_CLOCK_MEM)),
-        ('driver', lambda: _text(nvml.nvmlSystemGetDriverVersion())),
-        ('driver_cuda', lambda: cuda(nvml.nvmlSystemGetCudaDriverVersion())),
+        ('driver', nvml.nvmlSystemGetDriverVersion),
+        ('driver_cuda', lambda: '{}.{}'.format(*divmod(nvml.nvmlSystemGetCudaDriverVersion() // 10, 100))),
     ):
         with contextlib.suppress(nvml.NVMLError):  # not every GPU tells everything
             found[key] = read()
     return found
-
-
-def _text(value: str | bytes) -> str:
-    """Decode what older versions of pynvml return as bytes."""
-    return value.decode() if isinstance(value, bytes) else value
-
-
-def _cpu_clock_and_memory() -> dict[str, int]:
-    """Return the largest clock of the CPU and the memory of the machine, as far as known."""
-    import psutil  # here, because `-h` must not load it
-
-    clock = psutil.cpu_freq() if clock_scales() else None
-    return {
-        **({'cpu_clock_max_mhz': round(clock.max)} if clock and clock.max else {}),
-        'memory_mib': psutil.virtual_memory().total >> 20,
-    }
 
 
 def machine(device: torch.device) -> dict[str, Any]:
@@ -263,9 +241,11 @@ def machine(device: torch.device) -> dict[str, Any]:
     The keys are those of ROWS without 'clock_mhz', and besides 'gpu' (whether `device` is a GPU) and 'tf32' (whether
     PyTorch's convolutions compute in TF32 on a GPU).
     """
+    import psutil  # here, because `-h` must not load them
     import torch
 
-    gpu, cpu = device.type == 'cuda', cpu_name()
+    gpu, cpu = device.type == 'cuda', _cpuinfo('model name') or platform.processor() or 'unknown'
+    clock = psutil.cpu_freq() if clock_scales() else None
     return {
         'device': describe(device) if gpu else f'CPU {cpu}',
         'gpu': gpu,
@@ -274,7 +254,8 @@ def machine(device: torch.device) -> dict[str, Any]:
         'instructions': ', '.join(instruction_sets()),
         'cores': usable_cores(),
         'threads': torch.get_num_threads(),
-        **_cpu_clock_and_memory(),
+        **({'cpu_clock_max_mhz': round(clock.max)} if clock and clock.max else {}),
+        'memory_mib': psutil.virtual_memory().total >> 20,
         'system': f'{platform.system()} {platform.machine()}, Python {platform.python_version()}',
         'versions': {
             **{name: version for name in ENGINES if (version := _version(name))},
@@ -320,12 +301,8 @@ def onnx_options(entries: Mapping[str, str] | None = None) -> ort.SessionOptions
     if os.environ.get('OMP_WAIT_POLICY', '').strip().lower() != 'active':
         # 1.26 is the first that bounds the time. Before, threads spin for 50 ms and more, or not at all.
         bounded = tuple(int(n) for n in ort.__version__.split('.')[:2]) >= (1, 26)
-        waits = (
-            {'session.intra_op.spin_duration_us': ONNX_RUNTIME_SPINS}
-            if bounded
-            else {'session.intra_op.allow_spinning': '0'}
-        )
-        waits['session.inter_op.allow_spinning'] = '0'
+        key, value = ('spin_duration_us', ONNX_RUNTIME_SPINS) if bounded else ('allow_spinning', '0')
+        waits = {f'session.intra_op.{key}': value, 'session.inter_op.allow_spinning': '0'}
     for key, value in {**waits, **(entries or {})}.items():
         options.add_session_config_entry(key, value)
     return options

@@ -20,9 +20,11 @@ MEANINGFUL = re.compile(
 )
 
 
-def is_printable(character: str) -> bool:
-    """Tell whether a character is visible text: no line break, control character or bidirectional character."""
-    return character.isprintable() or character in JOINERS or unicodedata.category(character) not in CONTROLS
+def is_printable(text: str) -> bool:
+    """Tell whether all of a text is visible: no line break, control character or bidirectional character."""
+    return text.isprintable() or all(
+        c.isprintable() or c in JOINERS or unicodedata.category(c) not in CONTROLS for c in text
+    )
 
 
 def visible(text: object, keep: str = '') -> str:
@@ -101,8 +103,3 @@ def literal(text: str) -> str:
     """Escape text for Matplotlib: $ begins a formula, and _ at its begin leaves a label out of a legend."""
     text = text.replace('$', r'\$')
     return f' {text}' if text.startswith('_') else text
-
-
-def is_printable_text(text: str) -> bool:
-    """Tell whether all characters of a text are printable, see is_printable."""
-    return text.isprintable() or all(map(is_printable, text))

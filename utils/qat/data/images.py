@@ -16,7 +16,7 @@ from PIL import Image
 
 from utils.qat.core.errors import QatError
 from utils.qat.core.files import waits
-from utils.qat.core.text import is_printable_text
+from utils.qat.core.text import is_printable
 
 
 @dataclass
@@ -52,7 +52,7 @@ def check_images(files: Iterable[str], flag: str, data: Path) -> None:
             file.encode()
         except UnicodeEncodeError as e:
             raise QatError(f'{flag} {data}: the name of the image {os.fsencode(file)!r} is not UTF-8; rename it') from e
-        if not is_printable_text(file):
+        if not is_printable(file):
             raise QatError(f'{flag} {data}: the name of the image {file} has control characters; rename it')
         if waits(file):
             raise QatError(f'image {file}: a pipe or a device, and no file; remove it')

@@ -8,7 +8,7 @@ import onnx
 from google.protobuf.message import DecodeError
 
 from utils.qat.core.errors import QatError
-from utils.qat.core.text import is_printable_text
+from utils.qat.core.text import is_printable
 from utils.qat.graph.absorption import IN_THE_WAY, QUANTIZABLE
 from utils.qat.graph.onnx_graph import ELEMENTWISE, MOVES, QDQ, WEIGHTED, required_inputs
 
@@ -38,7 +38,7 @@ def load(path: str | Path) -> onnx.ModelProto:
         raise QatError(f'{path}: no valid ONNX file (a node lacks its inputs or outputs); write it with export_qat.py')
     names = [text for node in model.graph.node for text in (node.name, node.op_type, *node.input, *node.output)]
     if not all(
-        isinstance(text, str) and is_printable_text(text)
+        isinstance(text, str) and is_printable(text)
         for text in (*names, *(v.name for v in (*model.graph.input, *model.graph.output)))
     ):
         raise QatError(

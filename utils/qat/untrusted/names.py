@@ -6,7 +6,7 @@ import datetime
 from typing import TYPE_CHECKING, Any
 
 from utils.qat.core.errors import QatError
-from utils.qat.core.text import is_printable_text
+from utils.qat.core.text import is_printable
 
 if TYPE_CHECKING:
     from torch import nn
@@ -18,7 +18,7 @@ SCALARS = (str, int, float, bool, datetime.date, datetime.datetime, type(None))
 
 def is_name(name: str) -> bool:
     """Tell whether a name is printable and not too long."""
-    return len(name) <= LONGEST and is_printable_text(name)
+    return len(name) <= LONGEST and is_printable(name)
 
 
 def class_names(names: Any, source: str) -> dict[int, str]:

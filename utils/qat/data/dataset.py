@@ -7,7 +7,7 @@ in one line with its name.
 import glob
 import math
 import os
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -117,25 +117,9 @@ def _image_paths(content: dict, key: str, base: Path, who: str, places: Sequence
         if not os.path.exists(p):  # Path.exists raises an error for some texts
             elsewhere = f' (path: was looked for in {", ".join(map(str, places))})' * (len(places) > 1)
             raise QatError(f'{who}: {key}: {p} does not exist{elsewhere}; correct it')
-        if not _has_images(p):
+        if not any(_image_files([p])):
             raise QatError(f'{who}: {key}: no images in {p} (looked for {", ".join(IMG_FORMATS)})')
     return [str(p) for p in paths]
-
-
-def _has_images(path: Path) -> bool:
-    if path.is_file():
-        return any(line.rsplit('.', 1)[-1].strip().lower() in IMG_FORMATS for line in path.open(errors='ignore'))
-    return any(p.suffix[1:].lower() in IMG_FORMATS for p in path.rglob('*.*'))
-
-
-def _check_polygons(dataset: LoadImagesAndLabels, data: Data) -> None:
-    """Raise QatError for a label without an outline: upstream would assign its image the masks of another, or none."""
-    for label, rows, outlines in zip(dataset.label_files, dataset.labels, dataset.segments):
-        if len(outlines) != len(rows) or any(len(outline) < 3 for outline in outlines):
-            raise QatError(
-                f'label {label}: has boxes, and the model gives masks, which takes outlines, "class x1 y1 x2 y2 x3 y3 ..." in 0..1; '
-                f'use data with these in {data.flag}, or a detection model'
-            )
 
 
 class Readable:
@@ -194,9 +178,7 @@ def open_dataset(
     key = 'val' if split == 'val' else 'train'
     cls = BoxDataset if masks is None else MaskDataset
     paths = getattr(data, key)
-    files = _image_files(paths)
-    if not files:
-        raise QatError(f'{data.flag} {data.file}: {key}: no images in {", ".join(paths)}')
+    files = list(_image_files(paths))
     check_images(files, data.flag, data.file)
     check_cache(files, paths)
     with first_goes_ahead(), quiet_upstream():  # the first process writes the cache of the labels
@@ -219,10 +201,8 @@ def open_dataset(
         dataset.sides = config.imgsz
     dropped = sorted(set(files) - set(dataset.im_files))
     check_dropped(dropped, data)
-    check_labels(dataset, data)
+    check_labels(dataset, data, bool(masks))
     check_copies(dataset.im_files, dataset.npy_files, dataset.shapes)
-    if masks:
-        _check_polygons(dataset, data)
     if dropped:
         LOGGER.warning(f'{key}: {len(dropped)} images cannot be read and are left out, the first is {dropped[0]}')
     if key == 'train' and data.val_split:
@@ -256,16 +236,15 @@ def _keep(dataset: LoadImagesAndLabels, wanted: Sequence[bool], config: LoaderCo
         dataset.batch_shapes = np.ceil(largest * max(config.imgsz) / dataset.stride + pad).astype(int) * dataset.stride
 
 
-def _image_files(paths: Sequence[str]) -> list[str]:
-    """List the image files that upstream's dataset finds under `paths`."""
-    files: list[str] = []
+def _image_files(paths: Iterable[str | Path]) -> Iterator[str]:
+    """Yield the image files that upstream's dataset finds under `paths`."""
     for p in map(Path, paths):
         if p.is_dir():
-            files += glob.glob(str(p / '**' / '*.*'), recursive=True)
+            files: Iterable[str] = glob.iglob(str(p / '**' / '*.*'), recursive=True)
         else:
             lines = p.read_text(errors='surrogateescape').strip().splitlines()
-            files += [x.replace('./', str(p.parent) + os.sep, 1) if x.startswith('./') else x for x in lines]
-    return [f for f in files if f.rsplit('.', 1)[-1].lower() in IMG_FORMATS]
+            files = (x.replace('./', str(p.parent) + os.sep, 1) if x.startswith('./') else x for x in lines)
+        yield from (f for f in files if f.rsplit('.', 1)[-1].lower() in IMG_FORMATS)
 
 
 # Augmentation for a model that learns much from few images without labels: half of them in mosaics of four
@@ -370,14 +349,22 @@ def require_labels(dataset: LoadImagesAndLabels, key: str, data: Any) -> None:
     )
 
 
-def check_labels(dataset: LoadImagesAndLabels, data: Any) -> None:
-    """Raise QatError for a label that upstream accepts although its class or its outline is wrong."""
+def check_labels(dataset: LoadImagesAndLabels, data: Any, masks: bool) -> None:
+    """Raise QatError for a label that upstream accepts although its class or its outline is wrong.
+
+    For masks each object needs an outline: without, upstream would assign its image the masks of another, or none.
+    """
     for label, rows, outlines in zip(dataset.label_files, dataset.labels, dataset.segments):
         for c in rows[:, 0].tolist():
             _check_class(c, label, data)
         if any(len(outline) < 3 for outline in outlines):  # upstream reads a box among outlines as two points
             raise QatError(
                 f'label {label}: has boxes and outlines, or an outline of less than three points; use one of the two in a file'
+            )
+        if masks and len(outlines) != len(rows):
+            raise QatError(
+                f'label {label}: has boxes, and the model gives masks, which takes outlines, "class x1 y1 x2 y2 x3 y3 ..." in 0..1; '
+                f'use data with these in {data.flag}, or a detection model'
             )
 
 

@@ -7,7 +7,6 @@ box.
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -19,45 +18,21 @@ from utils.segment.general import crop_mask, process_mask, process_mask_upsample
 COARSE = 4  # pixels of the input for one pixel of a prototype, along each side
 
 
-class Masks(ABC):
-    """The masks of n detections in one image.
-
-    Attributes:
-        boxes: FP32 [n, 4], xyxy in pixels of the model's input.
-        shape: height and width of the model's input.
-    """
-
-    boxes: torch.Tensor
-    shape: tuple[int, ...]
-
-    @abstractmethod
-    def coarse(self) -> torch.Tensor:
-        """Compute the masks at a quarter of the size: FP32 [n, H / 4, W / 4], 0 or 1."""
-
-    @abstractmethod
-    def fine(self) -> torch.Tensor:
-        """Compute the masks at the size of the input: FP32 [n, H, W], 0 or 1."""
-
-    @abstractmethod
-    def __getitem__(self, which: Any) -> Masks:
-        """Return the masks of some of the detections."""
-
-
 @dataclass
-class PrototypeMasks(Masks):
+class PrototypeMasks:
     """Masks as sigmoid(coefficients [n, nm] @ prototypes [nm, H / 4, W / 4]) > 0.5, by upstream's own functions."""
 
     coefficients: torch.Tensor
     prototypes: torch.Tensor
-    boxes: torch.Tensor
-    shape: tuple[int, ...]
+    boxes: torch.Tensor  # FP32 [n, 4], xyxy in pixels of the model's input
+    shape: tuple[int, ...]  # height and width of the model's input
 
     def coarse(self) -> torch.Tensor:
-        """Compute the masks at a quarter of the size."""
+        """Compute the masks at a quarter of the size: FP32 [n, H / 4, W / 4], 0 or 1."""
         return process_mask(self.prototypes, self.coefficients, self.boxes, self.shape)
 
     def fine(self) -> torch.Tensor:
-        """Compute the masks at the size of the input."""
+        """Compute the masks at the size of the input: FP32 [n, H, W], 0 or 1."""
         return process_mask_upsample(self.prototypes, self.coefficients, self.boxes, self.shape)
 
     def __getitem__(self, which: Any) -> PrototypeMasks:
@@ -65,19 +40,19 @@ class PrototypeMasks(Masks):
 
 
 @dataclass
-class BoxMasks(Masks):
-    """Masks as crops, from a model with NMS inside: [n, R, R] in 0..1, R x R cells that divide the box evenly."""
+class BoxMasks:
+    """Masks as crops, from a model with NMS inside: [n, R, R] in 0..1, R x R cells that divide the box evenly; else as PrototypeMasks."""
 
     crops: torch.Tensor
     boxes: torch.Tensor
     shape: tuple[int, ...]
 
     def coarse(self) -> torch.Tensor:
-        """Compute the masks at a quarter of the size."""
+        """Compute the masks at a quarter of the size, see PrototypeMasks."""
         return self._paste(COARSE)
 
     def fine(self) -> torch.Tensor:
-        """Compute the masks at the size of the input."""
+        """Compute the masks at the size of the input, see PrototypeMasks."""
         return self._paste(1)
 
     def _paste(self, stride: int) -> torch.Tensor:
@@ -99,6 +74,9 @@ class BoxMasks(Masks):
 
     def __getitem__(self, which: Any) -> BoxMasks:
         return BoxMasks(self.crops[which], self.boxes[which], self.shape)
+
+
+Masks = PrototypeMasks | BoxMasks  # of the n detections in one image; an index chooses some of them
 
 
 def true_masks(masks: torch.Tensor, number: int) -> torch.Tensor:

@@ -41,31 +41,16 @@ class Differences:
             self.rank_sums[key] = self.rank_sums.get(key, 0) + values.sum(0)
 
     def comparison(self, images: int, reference: ClassMetrics | None, other: ClassMetrics | None) -> dict[str, Any]:
-        """Compute the comparison over all batches so far.
-
-        Args:
-            images: their number.
-            reference: metrics of the reference; None if the images have no labels.
-            other: metrics of the other classifier.
-
-        Returns:
-            Plain values:
-                images, rtol, atol, top: of the comparison.
-                scores: differences of the scores of all classes, see ElementDifferences.summary.
-                ranks: of the highest scores: rank (from 1), mean score of the reference, other_score (of the other),
-                    score_error (mean absolute difference), and disagreement (share of the images).
-                disagreement: over all ranks.
-                reference, other: top1 and top5, in 0..1; None without labels.
-        """
+        """Compute the comparison over all batches so far, as plain values. The metrics are None if the images have no labels."""
         means = {key: (total / images).tolist() for key, total in self.rank_sums.items()}
         ranks = [{'rank': i + 1, **{k: v[i] for k, v in means.items()}} for i in range(len(means['score']))]
         first, second = ({'top1': m.top1, 'top5': m.top5} if m else None for m in (reference, other))
         return {
             'images': images,
             **self.settings,
-            'scores': self.scores.summary(),
-            'ranks': ranks,
-            'disagreement': float(np.mean(means['disagreement'])),
+            'scores': self.scores.summary(),  # of all classes
+            'ranks': ranks,  # of the highest scores: rank (from 1), and the means over the images
+            'disagreement': float(np.mean(means['disagreement'])),  # over all ranks
             'reference': first,
             'other': second,
         }

@@ -117,30 +117,19 @@ class Ranking:
                 self.with_masks += len(iou)
 
     def ranks(self) -> list[dict[str, Any]]:
-        """Compute the figures of each rank that has a detection.
-
-        The four means are over the images in which both models have a detection at this rank.
-
-        Returns:
-            One dict for each rank:
-                rank: from 1.
-                images: number of images in which either model has a detection at this rank.
-                score: mean score of the reference.
-                other_score: mean score of the other model.
-                score_error: mean absolute difference of the scores.
-                box_error: mean absolute difference of x1, y1, x2, y2, in pixels.
-                disagreement: share of `images` in which the models disagree.
-                unmatched: share of the detections of either model at this rank without a match at any rank of the other.
-        """
+        """Compute the figures of each rank that has a detection."""
         return [
             {
                 'rank': i + 1,
-                'images': int(self.either[i]),
+                'images': int(self.either[i]),  # in which either model has a detection at this rank
+                # means over the images in which both have one: of the scores, of their absolute difference, and of that of the
+                # boxes' x1, y1, x2, y2, in pixels
                 'score': _ratio(self.score[i], self.both[i]),
                 'other_score': _ratio(self.other_score[i], self.both[i]),
                 'score_error': _ratio(self.score_error[i], self.both[i]),
                 'box_error': _ratio(self.box_error[i], self.both[i]),
-                'disagreement': _ratio(self.differ[i], self.either[i]),
+                'disagreement': _ratio(self.differ[i], self.either[i]),  # share of `images`
+                # share of the detections of either model at this rank without a match at any rank of the other
                 'unmatched': 1 - _ratio(self.matched[i], self.looked_for[i]),
             }
             for i in range(self.top)
@@ -152,8 +141,9 @@ class Ranking:
         matched = self.matched.sum()
         return {
             'ranks': self.ranks(),
-            'disagreement': _ratio(self.differ.sum(), self.either.sum()),
-            'matched': _ratio(matched, self.looked_for.sum()),
+            'disagreement': _ratio(self.differ.sum(), self.either.sum()),  # over all ranks
+            'matched': _ratio(matched, self.looked_for.sum()),  # share of the detections of either model
+            # means over a detection and its match: absolute differences of score and of x1, y1, x2, y2, and the masks' IoU
             'matched_score': _ratio(self.matched_error[4], matched),
             'matched_box': _ratio(self.matched_error[:4].mean(), matched),
             'matched_mask': _ratio(self.mask_iou, self.with_masks) if self.with_masks else None,
@@ -191,28 +181,10 @@ class Differences:
             self.ranking.update(of_reference, of_other)
 
     def comparison(self, images: int, reference: Metrics | None, other: Metrics | None) -> dict[str, Any]:
-        """Compute the comparison over all batches so far.
+        """Compute the comparison over all batches so far. The metrics are None if the images have no labels.
 
-        Args:
-            images: their number.
-            reference: metrics of the reference; None if the images have no labels.
-            other: metrics of the other model.
-
-        Returns:
-            Plain values: boxes in pixels of the input, scores in 0..1. None for missing values, and for values that are not
-            finite, which JSON lacks.
-                images, rtol, atol, top: of the comparison.
-                boxes, scores, coefficients, prototypes: differences of all predictions, before NMS, see
-                    ElementDifferences.summary; None if a model has NMS inside, and the last two without masks.
-                ranks: of the top detections, after NMS, see Ranking.ranks.
-                disagreement: over all ranks.
-                matched: share of the top detections of either model that have a match in the other.
-                matched_score: mean absolute difference of the scores of a detection and its match.
-                matched_box: mean absolute difference of their x1, y1, x2, y2.
-                matched_mask: mean IoU of their masks.
-                reference, other: plain metrics.
-                against_reference: AP of `other` minus AP of `reference`, with chance, see chance.difference.
-                ap_difference, mask_ap_difference: the same as numbers.
+        Returns plain values: boxes in pixels of the input, scores in 0..1. None for missing values, and for values that are not
+        finite, which JSON lacks.
         """
         first, second = (metrics.plain() if metrics else None for metrics in (reference, other))
         gain = mask_gain = None
@@ -224,8 +196,9 @@ class Differences:
             {
                 'images': images,
                 **self.settings,
+                # before NMS: None if a model has it inside; coefficients and prototypes are None without masks
                 **{part: differences.summary() for part, differences in self.predictions.items()},
-                **self.ranking.summary(),
+                **self.ranking.summary(),  # after NMS
                 'reference': first,
                 'other': second,
                 'against_reference': difference(reference.resampled, other.resampled) if reference and other else None,

@@ -42,13 +42,9 @@ def result_rows(native: torch.Tensor, path: str | Path, categories: Sequence[int
     box = xyxy2xywh(native[:, :4])
     box[:, :2] -= box[:, 2:] / 2  # centre to corner
     image = image_id(path)
+    keys = 'image_id', 'category_id', 'bbox', 'score'
     return [
-        {
-            'image_id': image,
-            'category_id': categories[int(p[5])],
-            'bbox': [round(x, 3) for x in b],
-            'score': round(p[4], 5),
-        }
+        dict(zip(keys, (image, categories[int(p[5])], [round(x, 3) for x in b], round(p[4], 5))))
         for p, b in zip(native.tolist(), box.tolist())
     ]
 
@@ -119,10 +115,7 @@ def coco_figures(
 
 @dataclass
 class Metrics:
-    """Metrics of boxes and masks, in 0..1.
-
-    AP is the mean over IoU 0.50:0.95. Precision and recall are at the best F1.
-    """
+    """Metrics of boxes and masks, in 0..1. AP is the mean over IoU 0.50:0.95. Precision and recall are at the best F1."""
 
     ap: float
     ap50: float
@@ -156,8 +149,11 @@ class Scorer:
         rows: list[dict[str, Any]] = []
         for i, found in enumerate(detections):
             labels = truth.labels(i)
-            boxes = scale_boxes(truth.shape, found.rows[:, :4].clone(), *truth.shapes[i])
-            correct = [_correct(found, labels, _box_iou(boxes, labels, truth, i))]
+            boxes, true = (
+                scale_boxes(truth.shape, xyxy, *truth.shapes[i])  # in pixels of the original
+                for xyxy in (found.rows[:, :4].clone(), xywh2xyxy(labels[:, 1:]))
+            )
+            correct = [_correct(found, labels, box_iou(true, boxes))]
             if found.masks is not None:
                 correct.append(_correct(found, labels, _mask_iou(found.masks, labels, truth, i)))
             matches = tuple(x.cpu().numpy() for x in (torch.stack(correct, 1), *found.rows[:, 4:].t(), labels[:, 0]))
@@ -196,14 +192,8 @@ class Scorer:
         return metrics
 
 
-def _box_iou(boxes: torch.Tensor, labels: torch.Tensor, truth: Truth, image: int) -> torch.Tensor:
-    """Compute the IoU [m, n] of the labels of an image with boxes [n, 4], both in pixels of the original."""
-    true = scale_boxes(truth.shape, xywh2xyxy(labels[:, 1:]), *truth.shapes[image])
-    return box_iou(true, boxes)
-
-
-def _mask_iou(masks: Any, labels: torch.Tensor, truth: Truth, image: int) -> torch.Tensor:
-    """Compute the IoU [m, n] of the true masks of an image with `masks` (a Masks), in the size of the prototypes."""
+def _mask_iou(masks: Masks, labels: torch.Tensor, truth: Truth, image: int) -> torch.Tensor:
+    """Compute the IoU [m, n] of the true masks of an image with `masks`, in the size of the prototypes."""
     if not len(labels) or not len(masks.boxes):
         return masks.boxes.new_zeros(len(labels), len(masks.boxes))
     found = masks.coarse()
@@ -220,9 +210,8 @@ def _correct(found: Detections, labels: torch.Tensor, iou: torch.Tensor) -> torc
         return torch.zeros(len(found), len(IOUS), dtype=torch.bool)
     best, label = (iou * (labels[:, :1] == found.rows[:, 5])).max(0)
     hit = best[:, None] >= IOUS.to(iou.device)
-    before = (label[:, None] == label).tril(
-        -1
-    ).float() @ hit.float()  # number of hits of the same label with a higher score
+    # number of hits of the same label with a higher score
+    before = (label[:, None] == label).tril(-1).float() @ hit.float()
     return hit & (before == 0)
 
 

@@ -25,26 +25,13 @@ from utils.qat.untrusted.torch_archive import Archive, Call, Name, Refused, with
 
 TWINS = 'models.quantize.blocks', 'models.quantize.class_blocks', 'models.quantize.quantizers'  # of this toolkit
 OURS = *TWINS, 'models.quantize.activations'  # all files of this toolkit with classes that a checkpoint may name
-TORCH = {
-    f'torch.nn.modules.{module}.{name}'
-    for module, names in {  # layers of YOLOv9's networks
-        'activation': 'CELU ELU GELU GLU Hardsigmoid Hardswish Hardtanh LeakyReLU LogSigmoid Mish PReLU ReLU ReLU6 SELU SiLU Sigmoid Softmax Softplus Tanh',
-        'batchnorm': 'BatchNorm1d BatchNorm2d SyncBatchNorm',
-        'container': 'ModuleDict ModuleList Sequential',
-        'conv': 'Conv1d Conv2d ConvTranspose2d',
-        'dropout': 'Dropout Dropout2d',
-        'flatten': 'Flatten Unflatten',
-        'fold': 'Fold Unfold',
-        'linear': 'Identity Linear',
-        'module': 'Module',
-        'normalization': 'GroupNorm LayerNorm',
-        'padding': 'ReflectionPad2d ReplicationPad2d ZeroPad2d',
-        'pixelshuffle': 'PixelShuffle PixelUnshuffle',
-        'pooling': 'AdaptiveAvgPool2d AdaptiveMaxPool2d AvgPool2d MaxPool2d',
-        'upsampling': 'Upsample UpsamplingBilinear2d UpsamplingNearest2d',
-    }.items()
-    for name in names.split()
-}
+LAYERS = """
+    CELU ELU GELU GLU Hardsigmoid Hardswish Hardtanh LeakyReLU LogSigmoid Mish PReLU ReLU ReLU6 SELU SiLU Sigmoid Softmax Softplus Tanh
+    BatchNorm1d BatchNorm2d SyncBatchNorm GroupNorm LayerNorm Conv1d Conv2d ConvTranspose2d Linear Dropout Dropout2d
+    AdaptiveAvgPool2d AdaptiveMaxPool2d AvgPool2d MaxPool2d Upsample UpsamplingBilinear2d UpsamplingNearest2d
+    ReflectionPad2d ReplicationPad2d ZeroPad2d PixelShuffle PixelUnshuffle Fold Unfold Flatten Unflatten
+    Identity Module ModuleDict ModuleList Sequential""".split()
+TORCH = {f'{getattr(torch.nn, name).__module__}.{name}' for name in LAYERS}  # layers of YOLOv9's networks
 TORCHVISION = {  # module → its classifiers, and the layers that only they have
     'torchvision.models.convnext': {'CNBlock', 'ConvNeXt', 'LayerNorm2d'},
     'torchvision.models.efficientnet': {'EfficientNet', 'FusedMBConv', 'MBConv'},

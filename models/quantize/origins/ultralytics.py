@@ -4,6 +4,7 @@ The package is not needed. Its licence and that of its weights is AGPL-3.0 (docs
 """
 
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 from models.common import Conv, DWConv
@@ -12,11 +13,36 @@ from typing_extensions import override
 
 from models.quantize.origins.origin import Origin, Weights
 from utils.qat.core.text import visible
-from utils.qat.untrusted.module_tensors import ModuleTensors
+from utils.qat.untrusted.plain_values import Values
 from utils.qat.untrusted.torch_archive import Archive, Call, Refused
 
 DETECTOR = 'ultralytics.nn.tasks.DetectionModel'
 SEGMENTER = 'ultralytics.nn.tasks.SegmentationModel'
+
+
+class ModuleTensors(Values):
+    """A builder of plain values and of the tensors of modules of any class, by their names in the state dict. No module is built."""
+
+    @override
+    def other(self, record: Call) -> dict[str, torch.Tensor]:
+        if not record.new or type(record.state) is not dict:
+            return super().other(record)
+        parameters, buffers, modules = (self._parts(record, part) for part in ('_parameters', '_buffers', '_modules'))
+        found = {**parameters, **buffers}
+        for name, inner in modules.items():
+            if type(inner) is not dict:
+                raise Refused('it has a module whose parts are damaged')
+            found |= {f'{name}.{key}': tensor for key, tensor in inner.items()}
+        if not all(type(name) is str and isinstance(tensor, torch.Tensor) for name, tensor in found.items()):
+            raise Refused('it has a module whose parts are damaged')
+        return found
+
+    def _parts(self, record: Call, kind: str) -> dict[str, Any]:
+        """Build the parts of a kind that a module has; None stands for a part that it lacks."""
+        parts = self.value(record.state.get(kind))
+        if not isinstance(parts, dict):
+            raise Refused('it has a module whose parts are damaged')
+        return {name: part for name, part in parts.items() if part is not None}
 
 
 class Ultralytics(Origin):

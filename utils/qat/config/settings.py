@@ -197,12 +197,6 @@ def grouped(kind: type[Settings]) -> dict[str, list[tuple[Field, Option]]]:
     return {**groups, RUN: last}
 
 
-def flags_of(field: Field, option: Option) -> list[str]:
-    """Spell all flags of a field, the short ones first."""
-    flags = [flag_of(field.name, False if field.default is True else None), *option.flags]
-    return sorted(flags, key=lambda flag: flag.startswith('--'))  # -w before --weights
-
-
 def add_options(parser: Parser, kind: type[Settings], may_lack: Collection[str] = ()) -> Any:
     """Give a parser without -h the options of a dataclass, then -h; return the last group, for further options.
 
@@ -218,7 +212,8 @@ def add_options(parser: Parser, kind: type[Settings], may_lack: Collection[str] 
                 how['help'] = SUPPRESS
             names = [f.name]
             if not option.positional:
-                names = flags_of(f, option)
+                names = [flag_of(f.name, False if f.default is True else None), *option.flags]
+                names.sort(key=lambda flag: flag.startswith('--'))  # -w before --weights
                 how |= {'dest': f.name, 'required': f.default is MISSING and f.name not in may_lack}
             group.add_argument(*names, **how)
             if f.default is MISSING:

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from utils.qat.core.errors import QatError
-from utils.qat.untrusted.json_schema import INDEX, POSITIVE, anything, between, read_json
+from utils.qat.untrusted.json_schema import INDEX, POSITIVE, anything, between, items, read_json
 
 ID = int, str
 PIXELS = between(-1e6, 1e6)
@@ -16,29 +16,21 @@ SIZE = {'width': between(1, 1e6), 'height': between(1, 1e6)}
 PACKED = re.compile('(?:[P-o]{0,6}[0-O])*')
 
 
-def _is_box(value: Any) -> bool:
-    return type(value) is list and len(value) == 4 and all(map(PIXELS, value))
-
-
 def _is_polygon(value: Any) -> bool:
-    return type(value) is list and len(value) >= 6 and len(value) % 2 == 0 and all(map(PIXELS, value))
-
-
-def _is_outline(value: Any) -> bool:
-    return type(value) is list and bool(value) and all(map(_is_polygon, value))
+    return items(PIXELS, 6)(value) and len(value) % 2 == 0
 
 
 def _is_packed(value: Any) -> bool:
     return type(value) is str and bool(PACKED.fullmatch(value))
 
 
-def _is_size(value: Any) -> bool:
-    return type(value) is list and len(value) == 2 and all(map(between(1, 1e6, (int,)), value))
-
-
-RUNS = {'size': _is_size, 'counts': ([between(0, 2**32 - 1, (int,))], _is_packed), str: anything}
+RUNS = {
+    'size': items(between(1, 1e6, (int,)), 2, 2),
+    'counts': ([between(0, 2**32 - 1, (int,))], _is_packed),
+    str: anything,
+}
 SCORED = {'id': ID, 'area': POSITIVE, 'iscrowd': between(0, 1, (int,))}  # of an object, for pycocotools
-MASK = {'segmentation': (_is_outline, RUNS)}  # of an object, for masks as well
+MASK = {'segmentation': (items(_is_polygon, 1), RUNS)}  # of an object, for masks as well
 
 
 def read_coco(
@@ -55,7 +47,7 @@ def read_coco(
     """
     parts = {
         'images': {'id': ID, **(image or {})},
-        'annotations': {'image_id': ID, 'category_id': INDEX, 'bbox': _is_box, **(thing or {})},
+        'annotations': {'image_id': ID, 'category_id': INDEX, 'bbox': items(PIXELS, 4, 4), **(thing or {})},
         'categories': {'id': INDEX, **(category or {})},
     }
     kind = {key: [{**needs, str: anything}] for key, needs in parts.items()}

@@ -24,6 +24,11 @@ def between(low: float, high: float, kinds: tuple[type, ...] = (int, float)) -> 
     return lambda value: type(value) in kinds and low <= value <= high
 
 
+def items(fits: Callable[[Any], bool], low: int, high: float = math.inf) -> Callable[[Any], bool]:
+    """Make the kind of lists of low..high values that all fit."""
+    return lambda value: type(value) is list and low <= len(value) <= high and all(map(fits, value))
+
+
 SHARE, COUNT, NUMBER, SECONDS = between(0, 1), between(1, 2**53, (int,)), between(-1e30, 1e30), between(0, 1e10)
 INDEX, POSITIVE = between(0, 2**53, (int,)), between(0, 1e30)
 DECIBELS = between(-math.inf, math.inf, (float,))  # infinite if two models give the same values

@@ -5,11 +5,12 @@ check allows only names of layers, numbers, and the few words of YOLOv9's own fi
 """
 
 import ast
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from types import CodeType
 from typing import Any, NoReturn
 
 from utils.qat.core.errors import QatError
+from utils.qat.untrusted.json_schema import NONE, between, items, misfit
 
 # The layers that upstream's parse_model knows, and the others of its files
 LAYERS = frozenset(
@@ -40,6 +41,7 @@ WINDOWED = {  # layer → its first argument that WINDOW limits
     **dict.fromkeys(('SPP', 'SPPF', 'SPPCSPC'), 1),
 }
 ROWS, REPEATS, LENGTH = 1000, 100, 100  # rows of the network, repeats of a row, values of a list: at most
+NUMBER, LAYER = between(-LARGEST, LARGEST), between(-ROWS, ROWS, (int,))
 
 # A layer of the user's own: the modules that may define it, the classes that it must not be a subclass of, and the
 # functions that it must not use
@@ -78,8 +80,8 @@ def require_network(content: Any, source: str) -> None:
             fail(
                 f'needs backbone: and head:, each a list of layers [from, number, module, [arguments]], at most {ROWS}'
             )
-    for key, (fits, allowed) in SETTINGS.items():
-        if not fits(content.get(key)):
+    for key, (kind, allowed) in SETTINGS.items():
+        if misfit(content.get(key), kind):
             fail(f'{key}: must be {allowed}, not {repr(content.get(key))[:60]}')
     for number, row in enumerate(content['backbone'] + content['head']):
         problem = _wrong_row(*row)
@@ -103,24 +105,6 @@ def _is_plain(content: Any) -> bool:
     return True
 
 
-def _is_number(value: Any, least: float = -LARGEST, most: float = LARGEST) -> bool:
-    return type(value) in (int, float) and least <= value <= most  # false for NaN
-
-
-def _is_list_of(fits: Callable[[Any], Any], value: Any) -> bool:
-    return type(value) is list and len(value) <= LENGTH and all(map(fits, value))
-
-
-def _is_int(value: Any, least: int, most: int) -> bool:
-    return type(value) is int and least <= value <= most
-
-
-def _is_anchors(value: Any) -> bool:
-    return _is_int(value, 1, 100) or (
-        _is_list_of(lambda row: _is_list_of(_is_number, row) and row, value) and bool(value)
-    )
-
-
 def _is_activation(text: Any) -> bool:
     """Tell whether it is an activation as YOLOv9 writes it: nn.SiLU(), nn.LeakyReLU(0.1), nn.ReLU(inplace=True)."""
     if not text:
@@ -136,29 +120,30 @@ def _is_activation(text: Any) -> bool:
         isinstance(call, ast.Call)
         and ast.unparse(call.func) in ACTIVATIONS
         and all(k.arg for k in call.keywords)
-        and all(isinstance(v, ast.Constant) and (type(v.value) is bool or _is_number(v.value)) for v in values)
+        and all(isinstance(v, ast.Constant) and (type(v.value) is bool or NUMBER(v.value)) for v in values)
     )
 
 
-FACTOR = lambda value: _is_number(value, 1e-3, 10), 'a number from 0.001 to 10'
-SETTINGS: dict[
-    str, tuple[Callable[[Any], Any], str]
-] = {  # key → (whether a value is allowed, the allowed values in words)
-    'nc': (lambda value: _is_int(value, 1, LARGEST), f'a number of classes from 1 to {LARGEST}'),
+FACTOR = between(1e-3, 10), 'a number from 0.001 to 10'
+SETTINGS: dict[str, tuple[Any, str]] = {  # key → (kind of the allowed values, see json_schema; the same in words)
+    'nc': (between(1, LARGEST, (int,)), f'a number of classes from 1 to {LARGEST}'),
     'depth_multiple': FACTOR,
     'width_multiple': FACTOR,
-    'anchors': (_is_anchors, 'a number from 1 to 100, or lists of numbers'),
+    'anchors': (
+        (between(1, 100, (int,)), items(items(NUMBER, 1, LENGTH), 1, LENGTH)),
+        'a number from 1 to 100, or lists of numbers',
+    ),
     'activation': (_is_activation, 'one such as nn.SiLU() or nn.LeakyReLU(0.1)'),
-    'ch': (lambda value: value is None or _is_int(value, 1, 1000), 'a number of channels from 1 to 1000'),
-    'inplace': (lambda value: type(value) in (bool, type(None)), 'true or false'),
+    'ch': ((NONE, between(1, 1000, (int,))), 'a number of channels from 1 to 1000'),
+    'inplace': ((NONE, bool), 'true or false'),
 }
 
 
 def _wrong_row(source: Any, repeats: Any, name: Any, arguments: list) -> str | None:
     """Return what is wrong with a row, in words; None if nothing is."""
-    if not (_is_int(source, -ROWS, ROWS) or (source and _is_list_of(lambda i: _is_int(i, -ROWS, ROWS), source))):
+    if not (LAYER(source) or items(LAYER, 1, LENGTH)(source)):
         return f'{_shown(source)} is no layer to read from, nor a list of such'
-    if not _is_int(repeats, 1, REPEATS):
+    if not between(1, REPEATS, (int,))(repeats):
         return f'{_shown(repeats)} is no number of repeats from 1 to {REPEATS}'
     if type(name) is not str:
         return f'{_shown(name)} is no name of a layer'
@@ -173,7 +158,7 @@ def _wrong_row(source: Any, repeats: Any, name: Any, arguments: list) -> str | N
             value is None
             or type(value) is bool
             or (type(value) is str and value in words)
-            or _is_list_of(lambda n: _is_number(n, -most, most), numbers)
+            or items(between(-most, most), 0, LENGTH)(numbers)
         ):
             return (
                 f'{_shown(value)} is no argument of {name}: these are numbers from -{most} to {most}, lists of them, '

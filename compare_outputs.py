@@ -87,20 +87,19 @@ def compare_images(
     if config.data:
         data = task.labelled(config, max(models, key=lambda m: m.stride), size)
         loader, names = data.loader, data.names
-        examples = Examples(config.show, len(loader.dataset), task, names, config.top, data.mean, data.std)
+        examples = Examples(config.show, len(loader.dataset), task, data, config.top)
     elif config.random:
         loader = random_images(config.random, config.batch_size, size, config.seed)
     reference, *others = models
     comparisons = compare_models(
         reference,
         others,
-        loader,
+        bar(loader, 'comparing'),
         device,
         names,
         config.rtol,
         config.atol,
         config.top,
-        lambda it: bar(it, 'comparing'),
         examples.look if examples else None,
         task,
     )

@@ -43,10 +43,9 @@ class Verification:
         [comparison] = compare_models(
             file_format.reference(export),
             [model],
-            self.loader,
+            bar(self.loader, 'verifying'),
             device,
             self.data.names,
-            progress=lambda it: bar(it, 'verifying'),
             task=task,
         )
         beyond = task.comparing().beyond_limits(comparison, limits)

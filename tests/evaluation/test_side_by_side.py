@@ -8,7 +8,7 @@ import torch
 from zoo import command as run
 
 from labelled import words
-from utils.qat.config.tasks import load_task
+from utils.qat.config.tasks import Labelled, load_task
 from utils.qat.evaluation import side_by_side
 from utils.qat.evaluation.side_by_side import (
     Example,
@@ -73,13 +73,13 @@ def test_lines_of_classes():
 
 
 def test_examples_are_spread_and_as_the_image_was():
-    examples = Examples(2, 4, load_task('detect'), NAMES, 1, mean=(0.5,) * 3, std=(0.25,) * 3)
+    examples = Examples(2, 4, load_task('detect'), Labelled(None, NAMES, (0.5,) * 3, (0.25,) * 3), 1)
     for i in range(4):
         examples.look(torch.full((3, 2, 2), float(i) - 2), f'{i}.jpg', [FIRST, FIRST])
     assert [e.path for e in examples.found] == ['0.jpg', '2.jpg']
     assert [np.unique(e.image).tolist() for e in examples.found] == [[0], [128]]
     assert '| 1 ' in example_table(examples.found[0], ['a', 'b'])
-    assert not Examples(0, 4, load_task('detect'), NAMES, 1).wanted
+    assert not Examples(0, 4, load_task('detect'), Labelled(None, NAMES), 1).wanted
 
 
 def test_several_models_are_compared_as_pairs_are(small, exports, tmp_path):

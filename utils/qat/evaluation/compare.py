@@ -86,20 +86,18 @@ def compare_models(
     rtol: float = 1e-3,
     atol: float = 1e-3,
     top: int = 10,
-    progress: Callable[..., Iterable[Any]] | None = None,
     look: Callable[[torch.Tensor, str, list[torch.Tensor]], object] | None = None,
     task: Task = load_task('detect'),
 ) -> list[dict[str, Any]]:
     """Compare models of one task with a reference, and return the comparison of each of `others` as plain values.
 
     Models take images FP32 [B, 3, H, W] in 0..1 on `device`, and their predictions have the same shape. With `names`, class index →
-    name, they are scored too. `rtol` and `atol` are those of numpy.isclose, `top` is the number of ranks, and `progress` wraps the
-    loader. `look` takes each image, FP32 [3, H, W], its path, and the detections [n, 6] or the scores [C] of each model, the
+    name, they are scored too. `rtol` and `atol` are those of numpy.isclose, `top` is the number of ranks. `look` takes each image, FP32 [3, H, W], its path, and the detections [n, 6] or the scores [C] of each model, the
     reference first. For the result see compare_detections.Differences.comparison, and compare_classes for classifiers.
     """
     differences = [task.comparing().Differences(rtol, atol, top) for _ in others]
     scorers, seen = [task.scorer(names) for _ in (reference, *others)] if names else [], 0
-    for batch in progress(loader) if progress else loader:
+    for batch in loader:
         images, truth = prepared(batch, device)
         outputs = [predict(images) for predict in (reference, *others)]
         found = [task.found_in(out, truth.shape) for out in outputs]

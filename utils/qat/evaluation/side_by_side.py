@@ -18,7 +18,7 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
 from utils.metrics import box_iou
 
-from utils.qat.config.tasks import Task
+from utils.qat.config.tasks import Labelled, Task
 from utils.qat.core.files import write_picture
 from utils.qat.core.text import escaped, literal, markdown_table
 from utils.qat.evaluation.compare_detections import SAME_DETECTION, SAME_OBJECT
@@ -147,23 +147,11 @@ def class_lines(scores: Sequence[torch.Tensor], names: Mapping[int, str], top: i
 class Examples:
     """Examples from a series of images, evenly spread; `found` has those so far."""
 
-    def __init__(
-        self,
-        number: int,
-        images: int,
-        task: Task,
-        names: Mapping[int, str],
-        top: int,
-        mean: Sequence[float] = (0.0, 0.0, 0.0),
-        std: Sequence[float] = (1.0, 1.0, 1.0),
-    ) -> None:
-        """Start without examples: take `number` of the `images` that will come, and the `top` detections of each.
-
-        `mean` and `std` are those of the normalization of values in 0..1.
-        """
+    def __init__(self, number: int, images: int, task: Task, data: Labelled, top: int) -> None:
+        """Start without examples: take `number` of the `images` that will come, and the `top` detections of each."""
         self.wanted = {i * images // number for i in range(number)} if number else set()
-        self.task, self.names, self.top, self.seen = task, names, top, 0
-        self.mean, self.std = (torch.tensor(three).view(3, 1, 1) for three in (mean, std))
+        self.task, self.names, self.top, self.seen = task, data.names, top, 0
+        self.mean, self.std = (torch.tensor(three).view(3, 1, 1) for three in (data.mean, data.std))
         self.found: list[Example] = []
 
     def look(self, image: torch.Tensor, path: str, found: Sequence[torch.Tensor]) -> None:

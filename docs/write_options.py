@@ -49,10 +49,7 @@ def flag(field: Field, option: Option) -> str:
 def section(command: str, known: dict[tuple[str, str], tuple[str, str]]) -> Iterator[str]:
     """Describe the options of a command as blocks of text, group by group.
 
-    Args:
-        command: one of COMMANDS.
-        known: (option, its text) → (the first command that has them, the default there). They are only named again. New ones are
-            added.
+    `known` has (option, its text) → (the first command that has them, the default there); these are only named again, new ones added.
     """
     kind = COMMANDS[command]
     yield f'## {command}'

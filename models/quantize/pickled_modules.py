@@ -50,8 +50,7 @@ GETATTR = 'builtins.getattr', '__builtin__.getattr'  # how a method is pickled
 def build(archive: Archive) -> Any:
     """Build the object in an archive, with its modules.
 
-    Raises:
-        Refused: the pickle is damaged, or asks for more than a checkpoint needs.
+    Raises Refused if the pickle is damaged, or asks for more than a checkpoint needs.
     """
     with without_collector():
         return _Modules(archive.members).value(archive.content)

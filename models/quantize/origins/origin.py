@@ -29,29 +29,18 @@ NETWORKS = 'gelan-?.yaml'
 
 @dataclass
 class Weights:
-    """The weights in a checkpoint.
+    """The weights in a checkpoint."""
 
-    Attributes:
-        tensors: by their names in upstream's state dict.
-        names: of the classes; None = the file has none.
-        called: the file's own name of its network.
-    """
-
-    tensors: Mapping[str, torch.Tensor]
-    names: Any = None
-    called: str = ''
+    tensors: Mapping[str, torch.Tensor]  # by their names in upstream's state dict
+    names: Any = None  # of the classes; None = the file has none
+    called: str = ''  # the file's own name of its network
 
 
 class Origin(ABC):
-    """A training that writes checkpoints.
+    """A training that writes checkpoints."""
 
-    Attributes:
-        title: in messages.
-        head: class of upstream's head that has its weights.
-    """
-
-    title: str
-    head: str
+    title: str  # in messages
+    head: str  # class of upstream's head that has its weights
 
     @abstractmethod
     def wrote(self, archive: Archive) -> bool:
@@ -59,11 +48,7 @@ class Origin(ABC):
 
     @abstractmethod
     def weights(self, archive: Archive) -> Weights:
-        """Read the weights of a file of this origin.
-
-        Raises:
-            Refused: it has no detector, or is damaged.
-        """
+        """Read the weights of a file of this origin. Raises Refused if it has no detector, or is damaged."""
 
     def fit_head(self, head: nn.Module, tensors: Mapping[str, torch.Tensor]) -> None:
         """Change the parts of upstream's head that this origin builds otherwise, in place.
@@ -72,13 +57,9 @@ class Origin(ABC):
         """
 
     def model(self, archive: Archive, source: str) -> nn.Module:
-        """Build upstream's network with the weights of a file, in FP32.
+        """Build upstream's network with the weights of a file, in FP32. source: the option and the file, for messages.
 
-        source: the option and the file, for messages.
-
-        Raises:
-            Refused: it has no detector, or is damaged.
-            QatError: the tree has no network of these weights.
+        Raises Refused as `weights` does, or QatError if the tree has no network of these weights.
         """
         weights = self.weights(archive)
         model = yolo.DetectionModel(self._network(weights, source))

@@ -46,28 +46,21 @@ class Range:
 class Option:
     """The command-line option of a setting, and its allowed values; see `option`."""
 
-    help: str
-    flags: tuple[str, ...]
-    allowed: Range | tuple | None = None
+    help: str  # text of -h, to which the default is appended unless it is there. Empty = it cannot be typed
+    flags: tuple[str, ...]  # other flags, such as '-w'
+    allowed: Range | tuple | None = None  # Range of a number, or choices; of several values, each one is checked
     metavar: str | None = None
-    group: str = WHAT
-    parse: Callable[[str], Any] | None = None
-    positional: bool = False
-    negatable: bool = False
-    each: bool = False
+    group: str = WHAT  # its title in -h
+    parse: Callable[[str], Any] | None = None  # word → value, where the type of the field does not do it
+    positional: bool = False  # typed without a flag
+    negatable: bool = False  # a switch with a --no- form too
+    each: bool = False  # several values can be typed; each makes its own settings
 
 
 def option(default: Any, help: str, *flags: str, **how: Any) -> Any:
     """Make a dataclass field that can be typed. Its flag is its name: `batch_size` is --batch-size.
 
-    Args:
-        default: MISSING = it must be typed.
-        help: text of -h, to which the default is appended unless it is there. Empty = it cannot be typed.
-        flags: other flags, such as '-w'.
-        how: other fields of Option. `allowed`: Range of a number, or tuple of choices; of several values, each one is checked.
-            `group`: its title in -h. `parse`: word → value, where the type of the field does not do it.
-            `positional`: typed without a flag. `negatable`: a switch with a --no- form too. `each`: several values can be typed;
-            each makes its own settings.
+    The default MISSING: it must be typed. `how` has other fields of Option.
     """
     return field(default=default, metadata={'option': Option(help, flags, **how)})
 

@@ -20,46 +20,27 @@ if TYPE_CHECKING:
     from utils.qat.config.common import LabelledConfig
     from utils.qat.config.settings import Sides
 
-TASKS = {
-    'detect': 'detection',
-    'segment': 'segmentation',
-    'classify': 'classification',
-}  # name → file in utils/qat/tasks/
+# name → file in utils/qat/tasks/
+TASKS = {'detect': 'detection', 'segment': 'segmentation', 'classify': 'classification'}
 
 
 class Task(ABC):
-    """A task: everything that depends on it.
+    """A task: everything that depends on it."""
 
-    Attributes:
-        name: a key of TASKS; exported files have it in their metadata.
-        title: of its networks, with an article.
-        found: the results of its networks, in words: 'detections' or 'scores'.
-        boxes: whether the last layer is a YOLOv9 head, which returns boxes.
-        steps: of an evaluation, whose times are reported.
-        augments: whether images for the fine-tuning can be augmented.
-        imgsz: usual height and width of images, in pixels.
-        settings: fields of LoaderConfig that only its data has.
-        takes: the form of its data, in words.
-        placeholder: stands for the user's data in a next command.
-        parts: of the outputs, each with its own SQNR.
-        keys: metrics in plain metrics. The first is the selection metric.
-        columns: titles of these metrics.
-    """
-
-    name: str
-    title: str
-    found: str
-    boxes = True
+    name: str  # a key of TASKS; exported files have it in their metadata
+    title: str  # of its networks, with an article
+    found: str  # the results of its networks, in words: 'detections' or 'scores'
+    boxes = True  # whether the last layer is a YOLOv9 head, which returns boxes
     masks = False
-    augments = True
-    steps: tuple[str, ...] = ('pre', 'inference', 'nms')
-    imgsz: Sides = (640, 640)
-    settings: frozenset[str] = frozenset()
-    takes: str
-    placeholder: str
-    parts: tuple[str, ...]
-    keys: tuple[str, ...]
-    columns: tuple[str, ...]
+    augments = True  # whether images for the fine-tuning can be augmented
+    steps: tuple[str, ...] = ('pre', 'inference', 'nms')  # of an evaluation, whose times are reported
+    imgsz: Sides = (640, 640)  # usual height and width of images, in pixels
+    settings: frozenset[str] = frozenset()  # fields of LoaderConfig that only its data has
+    takes: str  # the form of its data, in words
+    placeholder: str  # stands for the user's data in a next command
+    parts: tuple[str, ...]  # of the outputs, each with its own SQNR
+    keys: tuple[str, ...]  # metrics in plain metrics. The first is the selection metric
+    columns: tuple[str, ...]  # titles of these metrics
 
     # ---- data
 

@@ -38,24 +38,16 @@ OBJECT = ('O8', False, True), (3, '|', None, None, None, -1, -1, 63)  # NumPy's 
 
 @dataclass
 class Data:
-    """A checked data YAML.
-
-    Attributes:
-        train, val: absolute paths of image folders, or of text files that list images.
-        annotations: COCO's instances_val2017.json, if the data is COCO.
-        flag: the option that named the YAML.
-        val_split: share of the training images that is held out of training, in [0, 1).
-        masks: whether the model returns masks, so that labels must be polygons.
-    """
+    """A checked data YAML."""
 
     file: Path
-    train: list[str]
+    train: list[str]  # absolute paths of image folders, or of text files that list images
     val: list[str]
     names: dict[int, str]
-    annotations: Path | None = None
-    flag: str = '--data'
-    val_split: float = 0.0
-    masks: bool = False
+    annotations: Path | None = None  # COCO's instances_val2017.json, if the data is COCO
+    flag: str = '--data'  # the option that named the YAML
+    val_split: float = 0.0  # share of the training images that is held out of training, in [0, 1)
+    masks: bool = False  # whether the model returns masks, so that labels must be polygons
 
     @property
     def nc(self) -> int:

@@ -28,20 +28,14 @@ MEAN, STD = tuple(IMAGENET_MEAN), tuple(IMAGENET_STD)  # of RGB in 0..1
 
 @dataclass(frozen=True)
 class ImageFolders:
-    """A checked folder of images.
-
-    Attributes:
-        train, val: the folders inside it with a folder of images for each class.
-        flag: the option that named the folder.
-        val_split: share of the training images that is held out of training, in [0, 1).
-    """
+    """A checked folder of images."""
 
     file: Path
-    train: Path
+    train: Path  # the folders inside it with a folder of images for each class
     val: Path
     names: dict[int, str]
-    flag: str = '--data'
-    val_split: float = 0.0
+    flag: str = '--data'  # the option that named the folder
+    val_split: float = 0.0  # share of the training images that is held out of training, in [0, 1)
     annotations: None = None  # as dataset.Data
     masks: bool = False
 

@@ -92,8 +92,8 @@ def compare_models(
     """Compare models of one task with a reference, and return the comparison of each of `others` as plain values.
 
     Models take images FP32 [B, 3, H, W] in 0..1 on `device`, and their predictions have the same shape. With `names`, class index →
-    name, they are scored too. `rtol` and `atol` are those of numpy.isclose, `top` is the number of ranks. `look` takes each image, FP32 [3, H, W], its path, and the detections [n, 6] or the scores [C] of each model, the
-    reference first. For the result see compare_detections.Differences.comparison, and compare_classes for classifiers.
+    name, they are scored too. `rtol` and `atol` are those of numpy.isclose, `top` is the number of ranks. `look` takes each image,
+    FP32 [3, H, W], its path, and the detections [n, 6] or the scores [C] of each model, the reference first. For the result see compare_detections.Differences.comparison, and compare_classes for classifiers.
     """
     differences = [task.comparing().Differences(rtol, atol, top) for _ in others]
     scorers, seen = [task.scorer(names) for _ in (reference, *others)] if names else [], 0

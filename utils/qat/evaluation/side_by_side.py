@@ -102,11 +102,7 @@ def detection_lines(found: Sequence[torch.Tensor], names: Mapping[int, str], top
 
 
 def _counterparts(first: torch.Tensor, rows: torch.Tensor) -> tuple[dict[int, tuple[int, str]], list[int]]:
-    """Pair the detections of two models.
-
-    Returns:
-        Index in `first` → (index in `rows`, mark); and the indices in `rows` without a pair.
-    """
+    """Pair the detections of two models: index in `first` → (index in `rows`, mark), and the indices in `rows` without a pair."""
     pairs: dict[int, tuple[int, str]] = {}
     taken: set[int] = set()
     iou, same = box_iou(first[:, :4], rows[:, :4]), first[:, None, 5] == rows[:, 5]

@@ -16,32 +16,23 @@ from utils.qat.core.errors import QatError
 
 @dataclass(frozen=True)
 class Target:
-    """An engine.
+    """An engine."""
 
-    Attributes:
-        name: a key of TARGETS.
-        activations: whether activation functions have Q/DQ too, because the engine does not fuse them into a convolution.
-        zero_points: of activations. 'none': 0. 'unsigned': the smallest integer for values that are never negative, such as
-            those of a ReLU, so that they use all 256 integers; else 0. 'any': computed from the values.
-        add_policies: default policy of a residual Add → policy of this engine, see models/quantize/blocks.py, QuantResidual.
-        int8_outputs: outputs of the head (box, class, mask) that INT8 convolutions compute. Their results are float, without Q/DQ.
-        gains_by: keys of --activation that its engine computes faster than SiLU, the fastest last.
-        only_here: a clause: why TensorRT cannot read a file with zero points, and its drawback in other engines.
-        in_openvino: a clause: the drawback of a detector's file in OpenVINO; '' for none.
-        in_openvino_classes: likewise for a classifier's file.
-        simulated_in: backends that compute INT8 convolutions of its files in float.
-    """
-
-    name: str
+    name: str  # a key of TARGETS
+    # whether activation functions have Q/DQ too, because the engine does not fuse them into a convolution
     activations: bool = False
+    # of activations. 'none': 0. 'unsigned': the smallest integer for values that are never negative, such as those of a ReLU, so
+    # that they use all 256 integers; else 0. 'any': computed from the values
     zero_points: Literal['none', 'unsigned', 'any'] = 'none'
+    # default policy of a residual Add → policy of this engine, see models/quantize/blocks.py, QuantResidual
     add_policies: Mapping[str, str] = field(default_factory=dict)
+    # outputs of the head (box, class, mask) that INT8 convolutions compute. Their results are float, without Q/DQ
     int8_outputs: frozenset[str] = frozenset()
-    gains_by: tuple[str, ...] = ('relu',)
-    only_here: str = ''
-    in_openvino: str = ''
-    in_openvino_classes: str = ''
-    simulated_in: tuple[str, ...] = ()
+    gains_by: tuple[str, ...] = ('relu',)  # keys of --activation that are faster than SiLU in it, the fastest last
+    only_here: str = ''  # a clause: why TensorRT cannot read a file with zero points, and its drawback in other engines
+    in_openvino: str = ''  # a clause: the drawback of a detector's file in OpenVINO; '' for none
+    in_openvino_classes: str = ''  # likewise for a classifier's file
+    simulated_in: tuple[str, ...] = ()  # backends that compute INT8 convolutions of its files in float
 
     @property
     def title(self) -> str:

@@ -58,12 +58,7 @@ NOT_CALLED = frozenset(
 def require_network(content: Any, source: str) -> None:
     """Raise QatError unless upstream can build the network without running or opening anything that the file names.
 
-    Args:
-        content: content of a YAML file, or the YAML of its model that a checkpoint holds.
-        source: the file or flag, for the message.
-
-    Raises:
-        QatError: it describes no network, or has a value that is not allowed.
+    content: of a YAML file, or of the model in a checkpoint. source: the file or flag, for the message.
     """
 
     def fail(problem: str) -> NoReturn:

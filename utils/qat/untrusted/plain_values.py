@@ -39,18 +39,13 @@ TRUST = 'take the file from where you trust it'
 
 
 class Values:
-    """The builder of the values of one pickle. It builds each record once, also with several references.
+    """The builder of the values of one pickle. It builds each record once, also with several references."""
 
-    Args:
-        members: of the archive that has the pickle, see torch_archive.Archive; None = a pickle without archive.
-
-    Attributes:
-        calls: name of a function or class in the pickle → how its value is built from a Call.
-    """
-
+    # name of a function or class in the pickle → how its value is built from a Call
     calls: ClassVar[Mapping[str, Callable[[Any, Call], Any]]]
 
     def __init__(self, members: Mapping[str, memoryview] | None = None) -> None:
+        """Start with the members of the archive that has the pickle, see torch_archive.Archive; None = without archive."""
         self.members = members or {}
         # bytes left for tensors: together at most twice the bytes of the file's data
         self.room = 2 * sum(len(data) for name, data in self.members.items() if name.startswith('data/'))

@@ -66,20 +66,14 @@ class Stored:
 
 
 class Call:
-    """An object that the pickle creates.
-
-    Attributes:
-        new: whether it is made without its constructor.
-        items: (key, value) pairs to set in it.
-        state: its attributes, of any type; None without.
-    """
+    """An object that the pickle creates; `new` without its constructor."""
 
     __slots__ = 'arguments', 'function', 'items', 'new', 'state'
 
     def __init__(self, function: Name, arguments: tuple, new: bool) -> None:
         self.function, self.arguments, self.new = function, arguments, new
-        self.items: Sequence[tuple[Any, Any]] = ()
-        self.state: Any = None
+        self.items: Sequence[tuple[Any, Any]] = ()  # (key, value) pairs to set in it
+        self.state: Any = None  # its attributes, of any type; None without
 
 
 def read_pickle(content: bytes) -> tuple[Any, set[str]]:

@@ -99,17 +99,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     single = result.model
     remaining = sum(p.numel() for p in single.parameters())
     args.save.parent.mkdir(parents=True, exist_ok=True)
-    write_torch(
-        args.save,
-        {
-            **{k: ckpt[k] for k in ('date', 'git') if k in ckpt},
-            'model': single.half(),
-            'ema': None,
-            'updates': None,
-            'optimizer': None,
-            'epoch': -1,
-        },
-    )
+    content = {'model': single.half(), 'ema': None, 'updates': None, 'optimizer': None, 'epoch': -1}
+    write_torch(args.save, {**{k: ckpt[k] for k in ('date', 'git') if k in ckpt}, **content})
     LOGGER.info(
         f'{args.weights} ({type(model.model[-1]).__name__}) -> {args.save} ({result.head})\n'
         f'layers      {len(model.model)} -> {len(single.model)} ({len(result.dropped)} dropped)\n'

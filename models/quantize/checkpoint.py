@@ -58,7 +58,7 @@ class CheckpointFile:
             self.digest = self.archive.digest
             self.kind = _kind(self.archive.names)
         self.of_torchvision = of_network and self.kind == 'state_dict'
-        if self.state is None and self.kind in ('state_dict', 'other') and not self.of_torchvision:
+        if self.kind in ('state_dict', 'other') and not self.of_torchvision:
             from models.quantize.origins.origin import origin_of  # here, because few files are of another training
 
             self.origin = origin_of(self.archive)
@@ -229,14 +229,5 @@ def _save(path: Path, model: nn.Module, beside: dict[str, Any]) -> None:
     """
     stored = {id(t): _stored(t) for t in chain(model.parameters(), model.buffers())}
     model = deepcopy(model, stored).cpu().eval()  # deepcopy takes these tensors instead of copying
-    write_torch(
-        path,
-        {
-            'model': model,
-            'ema': None,
-            'epoch': -1,
-            'optimizer': None,
-            **beside,
-            'date': datetime.datetime.now().isoformat(),
-        },
-    )
+    content = {'model': model, 'ema': None, 'epoch': -1, 'optimizer': None, **beside}
+    write_torch(path, {**content, 'date': datetime.datetime.now().isoformat()})

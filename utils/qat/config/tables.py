@@ -32,10 +32,7 @@ TARGETS = {  # --target → TargetText. utils/qat/targets/ has a file for each
     'litert': TargetText('LiteRT', 'as onnxruntime, a scale for each addend of an Add', 'litert', 'litert_torch'),
 }
 DEFAULT_TARGET = 'tensorrt'  # also of checkpoints and files that name no target
-NMS = (
-    *('topk_all', 'iou_thres', 'conf_thres', 'class_agnostic', 'nms'),
-    *('mask_resolution', 'pooler_scale', 'sampling_ratio'),
-)
+NMS = tuple('topk_all iou_thres conf_thres class_agnostic nms mask_resolution pooler_scale sampling_ratio'.split())
 TORCH_TENSORRT = 'formats', 'dtype', 'workspace', 'require_full_compilation'
 
 
@@ -79,17 +76,17 @@ class Backend:
 
 BACKENDS = {  # --backend → Backend
     'tensorrt': Backend('TensorRT', 'tensorrt', ('.engine',), ('.onnx', '.engine'), ('tensorrt',)),
+    # its wheels have only the second module
     'rtx': Backend(
         'TensorRT-RTX', 'tensorrt', ('.engine',), ('.onnx', '.engine'), ('tensorrt_rtx', 'tensorrt_rtx_bindings')
-    ),  # its wheels have only the second
+    ),
     'onnxruntime': Backend('ONNX Runtime', 'onnxruntime', ('.onnx',), ('.onnx',)),
     'openvino': Backend('OpenVINO', 'openvino', ('.onnx', '.xml'), ('.onnx', '.xml')),
     'litert': Backend('LiteRT', 'litert', ('.tflite',), ('.tflite',)),
     'pt2': Backend('torch.export', 'pt2', ('.pt2',), ('.pt2',)),
     'aoti': Backend('AOTInductor', 'aoti', ('.pt2',), ('.pt2',), native=True),
-    'pytorch': Backend(
-        'PyTorch', 'pytorch', (), ('.pt', '.pth', '.onnx')
-    ),  # for an .onnx file the checkpoint from which it was exported
+    # for an .onnx file the checkpoint from which it was exported
+    'pytorch': Backend('PyTorch', 'pytorch', (), ('.pt', '.pth', '.onnx')),
 }
 CHECKPOINTS = ('.pt', '.pth', '.ckpt')
 EXPORTED = tuple(dict.fromkeys(suffix for backend in BACKENDS.values() for suffix in backend.predicts))

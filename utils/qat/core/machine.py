@@ -78,16 +78,6 @@ def select_device(text: str) -> torch.device:
     """
     import torch  # here, because `-h` must not load it
 
-    device = _device_of(text)
-    if device.type == 'cuda':
-        torch.cuda.set_device(device)
-    return device
-
-
-def _device_of(text: str) -> torch.device:
-    """Find the device of --device for this process; see select_device."""
-    import torch
-
     world, found = world_size(), torch.cuda.device_count()
     if world != int(os.environ.get('LOCAL_WORLD_SIZE', world)):
         raise QatError('torchrun --nnodes: this runs on one machine; leave it out')
@@ -97,13 +87,17 @@ def _device_of(text: str) -> torch.device:
             "out (CUDA_VISIBLE_DEVICES chooses the GPUs), or use 'cpu'"
         )
     if world == 1 or text == 'cpu' or not torch.cuda.is_available():
-        return _one_device(text)
-    if found < world:
+        device = _one_device(text)
+    elif found < world:
         raise QatError(
             f'torchrun --nproc_per_node {world}: this machine has {found} GPU{"s" * (found != 1)} that PyTorch can use, '
             f'and each process needs its own; start {found}, or use --device cpu'
         )
-    return torch.device('cuda', rank())
+    else:
+        device = torch.device('cuda', rank())
+    if device.type == 'cuda':
+        torch.cuda.set_device(device)
+    return device
 
 
 def _one_device(text: str) -> torch.device:

@@ -239,22 +239,23 @@ def _image_files(paths: Iterable[str | Path]) -> Iterator[str]:
         yield from (f for f in files if f.rsplit('.', 1)[-1].lower() in IMG_FORMATS)
 
 
+AUGMENTATION = (
+    'hsv_h hsv_s hsv_v degrees translate scale shear perspective flipud fliplr mosaic mixup copy_paste'.split()
+)
 # Augmentation for a model that learns much from few images without labels: half of them in mosaics of four
 VARIED = {
-    **dict.fromkeys('degrees shear perspective flipud mixup copy_paste'.split(), 0.0),
+    **dict.fromkeys(AUGMENTATION, 0.0),
     **dict(hsv_h=0.015, hsv_s=0.4, hsv_v=0.3, translate=0.1, scale=0.5, fliplr=0.5, mosaic=0.5),
 }
 
 
-def load_hyp(path: str | Path) -> dict[str, Any]:
+def load_hyp(file: Path) -> dict[str, Any]:
     """Read augmentation settings in upstream's format."""
-    file = require_yaml(path, '--hyp')
     hyp = read_yaml(file, '--hyp')
-    needed = 'hsv_h hsv_s hsv_v degrees translate scale shear perspective flipud fliplr mosaic mixup copy_paste'.split()
-    missing = [k for k in needed if not isinstance(hyp, dict) or k not in hyp]
+    missing = [k for k in AUGMENTATION if not isinstance(hyp, dict) or k not in hyp]
     if missing:
         raise QatError(f'--hyp {file}: {", ".join(missing)} missing; take data/hyps/hyp.scratch-high.yaml as a model')
-    wrong = [k for k in needed if not (isinstance(hyp[k], (int, float)) and math.isfinite(hyp[k]))]
+    wrong = [k for k in AUGMENTATION if not (isinstance(hyp[k], (int, float)) and math.isfinite(hyp[k]))]
     if wrong:
         raise QatError(f'--hyp {file}: {", ".join(wrong)}: must be a number')
     return hyp

@@ -15,6 +15,7 @@ import numpy as np
 import torch
 
 from utils.qat.core.errors import QatError
+from utils.qat.core.files import require_file
 from utils.qat.untrusted.torch_archive import Call, Name, Refused, Stored, read_archive
 
 DEEPEST = 100  # levels of nesting
@@ -210,7 +211,7 @@ class Values:
 
 def read_values(path: str | Path, flag: str) -> Any:
     """Read a torch.save file of plain values and tensors, which `flag` named. Raises QatError for anything else, or a damaged file."""
-    archive = read_archive(path, flag)
+    archive = read_archive(require_file(path, flag), flag)
     try:
         return Values(archive.members).value(archive.content)
     except Refused as e:

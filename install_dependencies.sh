@@ -5,25 +5,21 @@
 # torchvision, TensorRT, NumPy and OpenCV as constraints, so it fails rather than replaces them. Without torch, torch and torchvision are
 # installed. New packages get the versions of constraints.txt, which the tests ran with, unless packages that must stay have other versions:
 # the set holds as a whole.
+#
+# Usage: [PYTHON=python3] install_dependencies.sh [--defaults] [--tests] [--trex | --no-trex] [--tensorrt 10|11|rtx] [--latest] [--dry-run]
+#   --defaults  ask nothing (it never does; old command lines keep working)
+#   --tests     also install the packages of the tests (run_tests.sh does): pytest, and TensorRT-RTX (96 MB)
+#   --trex      also install pygraphviz, with Graphviz in it, for pictures of engines (scripts/draw_engine.py)
+#   --no-trex   do not install it (the default)
+#   --tensorrt  also install TensorRT 10 or 11 (about 4 GB), or TensorRT-RTX (96 MB, rtx), if none is installed
+#   --latest    install the newest versions, not those of constraints.txt, which the tests ran with
+#   --dry-run   print the packages to install, and change nothing
 set -euo pipefail
 
 HERE=$(cd -P "$(dirname "${BASH_SOURCE[0]}")" && pwd)
 PYTHON=${PYTHON:-python3}
 # shellcheck source=demo/setup.sh
 source "$HERE/demo/setup.sh"
-
-usage() {
-    cat <<EOF
-Usage: [PYTHON=python3] install_dependencies.sh [--defaults] [--tests] [--trex | --no-trex] [--tensorrt 10|11|rtx] [--latest] [--dry-run]
-  --defaults  ask nothing (it never does; old command lines keep working)
-  --tests     also install the packages of the tests (run_tests.sh does): pytest, and TensorRT-RTX (96 MB)
-  --trex      also install pygraphviz, with Graphviz in it, for pictures of engines (scripts/draw_engine.py)
-  --no-trex   do not install it (the default)
-  --tensorrt  also install TensorRT 10 or 11 (about 4 GB), or TensorRT-RTX (96 MB, rtx), if none is installed
-  --latest    install the newest versions, not those of constraints.txt, which the tests ran with
-  --dry-run   print the packages to install, and change nothing
-EOF
-}
 
 TESTS=no TREX=no TENSORRT='' LATEST=no DRY_RUN=no
 while (($#)); do
@@ -38,7 +34,7 @@ while (($#)); do
             [[ ${2:-} =~ ^(10|11|rtx)$ ]] || fail "--tensorrt ${2:-}: must be 10, 11 or rtx (8.6 has no package that pip can install: use its container)"
             TENSORRT=$2 && shift
             ;;
-        -h | --help) usage && exit 0 ;;
+        -h | --help) exec sed -n '2,/^set/{s/^# \{0,1\}//;/^set/d;p;}' "$0" ;;
         *) fail "unknown option $1; allowed: --defaults --tests --trex --no-trex --tensorrt --latest --dry-run" ;;
     esac
     shift

@@ -2,15 +2,17 @@
 # Do the whole job on a small example, set-up included. A trained YOLOv9 (digits on textured canvases, demo/) becomes a quantized
 # checkpoint and an INT8 ONNX file. Every stage is scored. It needs neither a GPU nor GitHub.
 #
-#   --task detect   a dual-branch detector
-#   --task segment  a segmentation model, of one branch
-#   --task classify a classifier, cut from the detector
+# Usage: [PYTHON=python3] [YOLOV9_DIR=an/existing/tree] quickstart.sh [--task detect|segment|classify] [--fresh] [--latest]
+#   --task    what the model is: a dual-branch detector (the default), a segmentation model of one branch, or a classifier, cut from
+#             the detector
+#   --fresh   fetch upstream and do the job again (.work/yolov9, and .work/demo, .work/demo-seg or .work/demo-cls); .venv stays
+#   --latest  if there is no .venv, make it with the newest packages, not with the tested set (constraints.txt)
 #
-#   in:  Python 3.10 or newer, git, a C compiler, a package index
-#   out: .venv/ (packages), .work/yolov9/ (upstream, patched), .work/demo/, .work/demo-seg/ or .work/demo-cls/
-#        (data, checkpoints, ONNX files, metrics)
+#   in:  Python 3.10 or newer, git, a C compiler, a package index; it downloads several GB (torch with CUDA), once, into .venv
+#   out: .venv/ (packages), .work/yolov9/ (upstream, patched; a copy of YOLOV9_DIR if that is set), .work/demo/, .work/demo-seg/ or
+#        .work/demo-cls/ (data, checkpoints, ONNX files, metrics)
 #
-# Each command is printed before it runs. A second run skips finished steps.
+# Each command is printed before it runs. A second run skips the steps that an earlier one finished.
 set -euo pipefail
 
 HERE=$(cd -P "$(dirname "${BASH_SOURCE[0]}")" && pwd)
@@ -25,19 +27,7 @@ while (($#)); do
             shift ;;
         --fresh) FRESH=yes ;;
         --latest) LATEST=(--latest) ;;
-        -h | --help)
-            cat <<USAGE
-Usage: [PYTHON=python3] [YOLOV9_DIR=an/existing/tree] quickstart.sh [--task detect|segment|classify] [--fresh] [--latest]
-  (nothing)  set up, then run the whole job on the demo detector; skip the steps that an earlier run finished
-  --task segment
-             the same on the demo segmentation model
-  --task classify
-             the same on the demo classifier
-  --fresh    fetch upstream and do the job again (.work/yolov9, and .work/demo, .work/demo-seg or .work/demo-cls); .venv stays
-  --latest   if there is no .venv, make it with the newest packages, not with the tested set (constraints.txt)
-Downloads several GB (torch with CUDA), once, into .venv. YOLOV9_DIR names a YOLOv9 tree to copy instead of fetching one.
-USAGE
-            exit 0 ;;
+        -h | --help) exec sed -n '2,/^set/{s/^# \{0,1\}//;/^set/d;p;}' "$0" ;;
         *) fail "unknown option $1; allowed: --task --fresh --latest --help" ;;
     esac
     (($# == 0)) || shift

@@ -1,6 +1,13 @@
 #!/usr/bin/env bash
 # Check everything that this toolkit does with TensorRT on this machine: scripts/verify_tensorrt.py, set-up included.
 #
+# Usage: [PYTHON=python3] [YOLOV9_DIR=an/existing/tree] verify_tensorrt.sh [--backend rtx] [--tensorrt 10|11] [OPTION...]
+#        [PYTHON=python3] [YOLOV9_DIR=an/existing/tree] verify_tensorrt.sh --weights INT8.pt --float FLOAT.pt --data DATA.yaml --imgsz 640 [OPTION...]
+#   --tensorrt 10|11  the version to install if there is none (default 10)
+#   --backend rtx     TensorRT-RTX, whose builder needs no GPU
+#   OPTION            of scripts/verify_tensorrt.py: --minutes, --images, --only, --project, --name and others
+# The report is verify.md and verify.json. Exit code 0: no row failed; 1: a row failed.
+#
 # Without --weights it takes the embedded demo: it sets up .venv and .work/yolov9 as quickstart.sh does, makes the data, and quantizes a
 # detector, a segmentation model and a classifier. With --weights it takes your model, your data and your Python. TensorRT and pytest are
 # installed first if there is none.
@@ -8,21 +15,10 @@ set -euo pipefail
 
 HERE=$(cd -P "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 
-usage() {
-    cat <<USAGE
-Usage: [PYTHON=python3] [YOLOV9_DIR=an/existing/tree] verify_tensorrt.sh [--backend rtx] [--tensorrt 10|11] [OPTION...]
-       [PYTHON=python3] [YOLOV9_DIR=an/existing/tree] verify_tensorrt.sh --weights INT8.pt --float FLOAT.pt --data DATA.yaml --imgsz 640 [OPTION...]
-  --tensorrt 10|11  the version to install if there is none (default 10)
-  --backend rtx     TensorRT-RTX, whose builder needs no GPU
-  OPTION            of scripts/verify_tensorrt.py: --minutes, --images, --only, --project, --name and others
-The first form takes the embedded demo. The report is verify.md and verify.json. Exit code 0: no row failed; 1: a row failed.
-USAGE
-}
-
 OPTIONS=() VERSION=10 BACKEND=tensorrt OWN=no
 while (($#)); do
     case $1 in
-        -h | --help) usage && exit 0 ;;
+        -h | --help) exec sed -n '2,/^set/{s/^# \{0,1\}//;/^set/d;p;}' "$0" ;;
         --tensorrt) VERSION=${2:-} && shift ;;
         *)
             case $1 in

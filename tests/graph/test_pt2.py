@@ -18,10 +18,12 @@ from zoo import command, deployed, program, python, same, settings
 
 from models.deploy.agreement import made_images, output_differences, traceable_copy
 from models.deploy.decomposed import on_integers
+from models.deploy.formats.aoti import require_compiler
 from models.deploy.formats.onnx import input_metadata
 from models.quantize.blocks import QuantConv2d
 from models.quantize.calibration.calibrate import fit_ranges
 from models.quantize.convert import quantize_model
+from models.quantize.quantizers import named_quantizers
 from models.quantize.scales import tie_scales
 from utils.qat.backends.file_model import open_file
 from utils.qat.backends.pt2 import ExportedProgram
@@ -73,6 +75,9 @@ def test_integers_have_the_values_of_the_fake_quantizers(small, target):
         integers = on_integers(model, unsigned)
         assert same(integers(images), model(images))
         assert all(m.weight is None for m in integers.modules() if isinstance(m, QuantConv2d))
+    before = model(images)
+    named_quantizers(model)[0][1].disable()
+    assert same(on_integers(model)(images), model(images)) and not same(model(images), before), 'off stays off'
 
 
 @torch.no_grad()
@@ -215,6 +220,22 @@ def test_a_package_of_another_machine_is_refused(packages, tmp_path):
         (tmp_path / 'cut.pt2').write_bytes(whole[:cut])
         with pytest.raises(QatError, match='cut short'):
             AotPackage(tmp_path / 'cut.pt2', torch.device('cpu'))
+
+
+@pytest.mark.parametrize(
+    'device, quantized, half, says',
+    [
+        ('mps', False, False, 'this is --device mps'),
+        ('cpu', False, True, '--half: .* for GPUs only'),
+        ('cuda', True, False, 'no INT8 convolutions for GPUs'),
+        ('cpu', False, False, r'no C\+\+ compiler'),
+    ],
+)
+def test_what_cannot_be_compiled_is_refused(device, quantized, half, says, monkeypatch, tmp_path):
+    monkeypatch.setenv('PATH', str(tmp_path))
+    monkeypatch.delenv('CXX', raising=False)
+    with pytest.raises(QatError, match=says):
+        require_compiler(torch.device(device), quantized, half)
 
 
 def test_int8_needs_torchao(small, tmp_path, capfd, monkeypatch):

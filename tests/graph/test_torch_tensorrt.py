@@ -3,8 +3,10 @@
 TensorRT itself needs a GPU: row `torch_tensorrt` of scripts/verify_tensorrt.sh.
 """
 
+import importlib
 import io
 import json
+import sys
 from collections import Counter
 from importlib.util import find_spec
 from pathlib import Path
@@ -192,6 +194,31 @@ def test_the_sidecar_names_the_target(small, tmp_path, monkeypatch):
     deployed('torch_tensorrt', model, tmp_path / 'model.ep', **options)
     metadata = read_sidecar(tmp_path / 'model-torch_tensorrt.engine')['metadata']
     assert metadata['target'] == 'openvino' and metadata['kept_float'] == "['model.3']"
+
+
+@pytest.mark.parametrize(
+    'device, content, says',
+    [
+        ('cpu', '', 'needs an NVIDIA GPU, and this is --device cpu'),
+        ('cuda', 'raise OSError("libnvinfer.so.10: cannot open")', r'cannot be loaded here \(libnvinfer'),
+        ('cuda', '__version__ = "2.9.1"', '2.9.1 is installed; at least 2.10 is needed'),
+        ('cuda', '__version__ = "2.10.0"', 'nvcc'),
+    ],
+)
+def test_an_installation_that_does_not_work_says_what_to_do(tmp_path, monkeypatch, device, content, says):
+    packages = {'torch_tensorrt': content, 'huggingface_hub': ''}
+    modelopt = 'modelopt', 'modelopt.torch', 'modelopt.torch.quantization', 'modelopt.torch.quantization.extensions'
+    packages |= {**dict.fromkeys(modelopt, ''), modelopt[-1]: 'get_cuda_ext = lambda: None'}
+    for name, text in packages.items():
+        file = tmp_path.joinpath(*name.split('.'), '__init__.py')
+        file.parent.mkdir()
+        file.write_text(text)
+        monkeypatch.setitem(sys.modules, name, None)  # so that it is gone after the test
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setattr(sys, 'path', [str(tmp_path), *sys.path])
+    importlib.invalidate_caches()
+    with pytest.raises(QatError, match=f'--include torch_tensorrt: .*{says}'):
+        torch_tensorrt.load_torch_tensorrt(torch.device(device))
 
 
 @pytest.mark.skipif(find_spec('torch_tensorrt') is not None, reason='torch_tensorrt is installed')

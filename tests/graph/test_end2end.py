@@ -18,6 +18,7 @@ from torchvision.ops import roi_align
 from utils.general import non_max_suppression
 from zoo import command, program
 
+from labelled import val_images
 from models.deploy.agreement import made_images
 from models.deploy.formats.onnx import export_onnx
 from models.deploy.formats.onnx_end2end import (
@@ -32,14 +33,10 @@ from models.deploy.formats.onnx_end2end import (
 )
 from utils.qat.backends.detections import prepared
 from utils.qat.backends.file_model import open_file
-from utils.qat.config.export import END2END, MASKS, NMS_LIMITS, PLUGIN, ExportConfig, Nms, Pooling
-from utils.qat.config.qat import EvalConfig
+from utils.qat.config.export import END2END, MASKS, NMS_LIMITS, PLUGIN, Nms, Pooling
 from utils.qat.core.errors import QatError
 from utils.qat.core.log import quiet_upstream
-from utils.qat.data.dataset import load_data
 from utils.qat.data.image_folders import MEAN, STD
-from utils.qat.data.loaders import val_loader
-from utils.qat.evaluation.evaluate import evaluate
 from utils.qat.graph.audit import audit, coverage
 from utils.qat.graph.nms import DOMAIN, GraphWriter, add_nms, add_standard
 from utils.qat.graph.onnx_graph import count_qdq, opset
@@ -473,16 +470,11 @@ def exported(small, tmp_path_factory):
     return export
 
 
-def loader(small, batch_size):
-    data = load_data(small.data)
-    options = EvalConfig(small.single, small.data, batch_size=batch_size, imgsz=SIZE, workers=0)
-    return val_loader(data, options, 32, square=True)
-
-
 @pytest.fixture(scope='module')
 def images(small):
     """FP32 [8, 3, SIZE, SIZE]: val images, and one image without objects."""
-    return torch.cat((prepared(next(iter(loader(small, 7))), CPU)[0], torch.full((1, 3, SIZE, SIZE), 0.45)))
+    batch = next(iter(val_images(small.data, SIZE, square=True, batch_size=7)))
+    return torch.cat((prepared(batch, CPU)[0], torch.full((1, 3, SIZE, SIZE), 0.45)))
 
 
 @pytest.mark.parametrize(
@@ -620,17 +612,6 @@ def test_torch_nms_is_upstreams(predictions):
     assert sum(map(len, theirs)) > 20 and all(map(torch.equal, torch_nms(plain, nms), theirs))
 
 
-@pytest.mark.parametrize('name', ['float', 'int8 open'])
-def test_ap_with_nms_inside_is_that_of_nms_outside(small, exported, tmp_path, name):
-    plain, file = exported(DETECTOR, name), tmp_path / 'model.onnx'
-    export_end2end(plain, file, Nms('standard', **EVALUATION))
-    batches, names = loader(small, 5), load_data(small.data).names
-    inside, outside = (evaluate(open_file(each), batches, names, CPU) for each in (file, plain))
-    for figure in ('ap', 'ap50', 'precision', 'recall'):
-        assert abs(getattr(inside, figure) - getattr(outside, figure)) < 1e-3, figure
-    assert outside.ap > 0.05
-
-
 # ---- the command ----------------------------------------------------------------------------------------------------------
 
 
@@ -720,18 +701,6 @@ def test_the_check_of_the_export_sees_what_differs(change):
     what = 'masks' if change.startswith('masks') else 'NMS'
     with pytest.raises(QatError, match=f'{what} in ONNX Runtime.*No file was written'):
         check_detections(outputs, made, nms, pooling, 'ONNX Runtime')
-
-
-def chosen(masks=False, **changes):
-    return ExportConfig('seg.pt', ['onnx_end2end'], **changes).nms_inside(masks)
-
-
-@pytest.mark.parametrize('trt', [8, 10, 11])
-def test_the_standard_kind_is_the_default(trt):
-    nms, pooling = chosen(masks=True, trt=trt, mask_resolution=28)
-    assert nms.kind == 'standard' and pooling == Pooling(28)
-    assert chosen(trt=trt)[0].kind == 'standard'
-    assert [chosen(trt=trt, nms=kind)[0].kind for kind in NMS_LIMITS] == list(NMS_LIMITS)
 
 
 # ---- classifiers ----------------------------------------------------------------------------------------------------------

@@ -178,7 +178,7 @@ def test_the_engine_appears_with_its_sidecar_or_not_at_all(tmp_path):
         require_fit(engine, read_sidecar(engine), 'TensorRT 11.2.0', None)
 
 
-def test_the_sidecar_names_the_target(small, tmp_path, monkeypatch):
+def test_the_sidecar_names_the_target_and_a_refusal_writes_nothing(small, tmp_path, monkeypatch):
     model = small.quantized_model()
     tt = SimpleNamespace(
         Input=dict,
@@ -191,9 +191,20 @@ def test_the_sidecar_names_the_target(small, tmp_path, monkeypatch):
     monkeypatch.setattr(torch_tensorrt, 'open_file', lambda *_: traceable_copy(model))
     recipe = {'target': 'openvino', 'kept_float': ['model.3']}
     options = {'formats': ('engine',), 'dtype': 'fp32', 'imgsz': SIDE, **recipe}
-    deployed('torch_tensorrt', model, tmp_path / 'model.ep', **options)
-    metadata = read_sidecar(tmp_path / 'model-torch_tensorrt.engine')['metadata']
+    written = deployed('torch_tensorrt', model, tmp_path / 'model.ep', **options)
+    engine = tmp_path / 'model-torch_tensorrt.engine'
+    metadata = read_sidecar(engine)['metadata']
     assert metadata['target'] == 'openvino' and metadata['kept_float'] == "['model.3']"
+    [following] = torch_tensorrt.FORMAT.next_commands(None, written, 'd.yaml')
+    assert f'--engine-file {engine} --data d.yaml' in following
+
+    def refuse(*_, **__):
+        raise RuntimeError('no such layer')
+
+    tt.dynamo.convert_exported_program_to_serialized_trt_engine = refuse
+    with pytest.raises(QatError, match='2.14.0 did not take the model: no such layer; no file was written'):
+        deployed('torch_tensorrt', model, tmp_path / 'other.ep', **options)
+    assert not list(tmp_path.glob('other*'))
 
 
 @pytest.mark.parametrize(

@@ -20,6 +20,16 @@ from utils.qat.core.errors import QatError
 pytestmark = pytest.mark.full_tree
 CORNERS = 1e-3  # pixels: rounding between two corners, which MultimediaTechLab/YOLO returns, and centre and size
 
+
+def randomize(model):
+    """Give a new model statistics and biases that are far from 0 and 1."""
+    for name, tensor in model.state_dict().items():
+        if name.endswith(('running_mean', 'bias')):
+            tensor.normal_(0, 0.1)
+        elif name.endswith(('running_var', 'bn.weight')):
+            tensor.uniform_(0.8, 1.2)
+
+
 # ---- Ultralytics
 
 
@@ -62,11 +72,7 @@ def test_the_package_itself(size, tmp_path):
     )
     torch.manual_seed(0)
     theirs = tasks.DetectionModel(f'yolov9{size}.yaml', nc=3, verbose=False)
-    for name, tensor in theirs.state_dict().items():
-        if name.endswith(('running_mean', 'bias')):
-            tensor.normal_(0, 0.1)
-        elif name.endswith(('running_var', 'bn.weight')):
-            tensor.uniform_(0.8, 1.2)
+    randomize(theirs)
     theirs.names = {0: 'a', 1: 'b', 2: 'c'}
     torch.save({'epoch': 0, 'model': None, 'ema': theirs.half().eval(), 'train_args': {}}, tmp_path / 'best.pt')
     _, ours = load_dual_or_float(tmp_path / 'best.pt')
@@ -120,11 +126,7 @@ def test_the_repository_itself(size, tmp_path):
     settings = OmegaConf.load(Path(folder, 'yolo', 'config', 'model', f'v9-{size}.yaml'))
     torch.manual_seed(0)
     theirs = create_model(settings, weight_path=False, class_num=5).eval()
-    for name, tensor in theirs.state_dict().items():
-        if name.endswith(('running_mean', 'bias')):
-            tensor.normal_(0, 0.1)
-        elif name.endswith(('running_var', 'bn.weight')):
-            tensor.uniform_(0.8, 1.2)
+    randomize(theirs)
     torch.save(theirs.model.state_dict(), tmp_path / 'v9.pt')
     _, ours = load_dual_or_float(tmp_path / 'v9.pt')
     with torch.no_grad():

@@ -337,14 +337,22 @@ VERBS = (), ('--check',), ('--revert',), ('--revert', '--force')
 
 @pytest.mark.parametrize(
     'content, says',
-    [('a' * 1500, 'is longer than any'), ('# moved qat.py\n' * 14_000, 'has more than 200000 bytes')],
-    ids=['line', 'size'],
+    [
+        ('a' * 1500, 'is longer than any'),
+        ('# moved qat.py\n' * 14_000, 'has more than 200000 bytes'),
+        pytest.param('# moved qat.py\n' * 9_000, None, marks=pytest.mark.faults),
+    ],
+    ids=['line', 'size', 'lines'],
 )
 def test_a_manifest_has_bounds(upgrade, content, says):
     _, new, tree = upgrade
     patch(tree, script=new)
     (tree / MANIFEST).write_text((tree / MANIFEST).read_text() + content)
-    refused(patch(tree, '--check', script=new), says)
+    checked = patch(tree, '--check', script=new)
+    if says:
+        refused(checked, says)
+    else:
+        assert checked.returncode == 0, checked.stderr
 
 
 @pytest.mark.parametrize('verb', [(), ('--check',), ('--revert', '--force')], ids=' '.join)
@@ -356,19 +364,6 @@ def test_a_manifest_that_is_a_link(upgrade, tmp_path, verb):
     before = everything(tree), elsewhere.read_bytes()
     refused(patch(tree, *verb, script=new), f'{MANIFEST} is no file')
     assert (everything(tree), elsewhere.read_bytes()) == before
-
-
-@pytest.mark.parametrize(
-    'content', ['a' * 150_000, '# moved qat.py\n' * 9_000, 'a' * 3_000_000], ids=['line', 'lines', 'size']
-)
-@pytest.mark.faults
-def test_a_long_manifest_ends_soon(upgrade, content):
-    _, new, tree = upgrade
-    patch(tree, script=new)
-    (tree / MANIFEST).write_text((tree / MANIFEST).read_text() + content)
-    done = subprocess.run([new, tree, '--check'], capture_output=True, text=True, timeout=60)
-    assert done.returncode == (0 if content.startswith('#') else 2), done.stderr
-    assert content.startswith('#') or MANIFEST in done.stderr
 
 
 @pytest.mark.parametrize('verb', VERBS, ids=' '.join)

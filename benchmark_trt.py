@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,11 +19,14 @@ from utils.qat.config.tasks import TASKS, Task, load_task, task_named
 from utils.qat.core.command import command, run_command
 from utils.qat.core.errors import QatError
 from utils.qat.core.files import require_file
-from utils.qat.core.log import LOGGER, RESULT, bar, finish, quiet_upstream
+from utils.qat.core.log import LOGGER, RESULT, finish, quiet_upstream
 from utils.qat.core.run_folder import own_folder
 
 if TYPE_CHECKING:
     import torch
+
+    from utils.qat.benchmark.measured import Measurement
+    from utils.qat.benchmark.tables import Row
 
 EPILOG = (
     'PyTorch runs a YOLOv9 checkpoint: MODEL.pt, or the .pt of the same name and precision beside MODEL.onnx. It simulates INT8, '
@@ -74,18 +78,16 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Run the command. argv: None = the words of this process."""
     config = parse_args(argv)
 
-    from dataclasses import asdict
-
     import torch
 
     from models.quantize.checkpoint import CheckpointFile
     from utils.qat.backends.pytorch import TorchModel
-    from utils.qat.benchmark.accuracy import accuracy_of
-    from utils.qat.benchmark.measured import Conditions, Measurement
+    from utils.qat.benchmark.accuracy import score
+    from utils.qat.benchmark.measured import Conditions
     from utils.qat.benchmark.model_files import give_sizes, read_model_files
     from utils.qat.benchmark.report import disturbance, write_benchmark
-    from utils.qat.benchmark.run import TURNS, run_in_turns
-    from utils.qat.benchmark.sweep import in_groups, measurements_of
+    from utils.qat.benchmark.run import run_in_groups
+    from utils.qat.benchmark.sweep import measurements_of
     from utils.qat.benchmark.usage import Usage
     from utils.qat.core.machine import machine, select_device
 
@@ -105,53 +107,32 @@ def main(argv: Sequence[str] | None = None) -> None:
     tasks = {model.file: task_named(model.task) for model in models}
     measurements, left_out = measurements_of(models, config, device)
     torch.backends.cudnn.benchmark = True  # choose the fastest convolution for the shape, as a builder of engines does
-    report: dict[str, Any] = {
-        'settings': asdict(config),
-        'machine': machine(device),
-        'left_out': left_out,
-        'results': [],
-        'usage': [],
-    }
+    conditions, usage = Conditions(config, device, open_checkpoint), Usage(device)
+    report: dict[str, Any] = {'settings': asdict(config), 'machine': machine(device), 'left_out': left_out}
+    LOGGER.info(f'{report["machine"]["device"]}: {len(measurements)} measurements of {config.duration:g} s')
+    for line in left_out:
+        LOGGER.info(f'left out: {line}')
 
     def leave_out(line: str) -> None:
         left_out.append(line)
         LOGGER.warning(f'left out: {line}')
 
-    conditions = Conditions(config, device, open_checkpoint)
-    groups = list(in_groups(measurements).items())
-    LOGGER.info(f'{report["machine"]["device"]}: {len(measurements)} measurements of {config.duration:g} s')
-    for line in left_out:
-        LOGGER.info(f'left out: {line}')
-    done: list[tuple[Measurement, dict[str, Any]]] = []
+    done: list[tuple[Measurement, Row]] = []
     with own_folder(config) as folder:
         try:
-            with Usage(device) as usage, bar(None, 'measuring', len(measurements) * TURNS, 'turns') as shown:
-                report['usage'] = usage.samples
-                for number, (place, group) in enumerate(groups, 1):
-                    LOGGER.info(f'{number} of {len(groups)}: {place}, {len(group)} in turns')
-                    finished = run_in_turns(group, conditions, usage, leave_out, shown.update)
-                    done += [(measurement, asdict(result)) for measurement, result in finished]
-            # afterwards: memory that scoring leaves allocated would count in the next measurement
-            scores: dict[tuple[Any, ...], dict[str, Any] | None] = {}  # each model once for all batches
-            for measurement, result in done if config.data else ():
-                scored = measurement.file, measurement.backend, measurement.precision, result['imgsz']
-                if scored not in scores:
-                    try:
-                        scores[scored] = accuracy_of(measurement, result['imgsz'], conditions)
-                    except QatError as e:
-                        scores[scored] = None
-                        leave_out(f'accuracy of {measurement.file}: {e}')
-                result['accuracy'] = scores[scored]
+            for pair in run_in_groups(measurements, conditions, usage, leave_out):
+                done.append(pair)
+            if config.data:  # afterwards: memory that scoring leaves allocated would count in the next measurement
+                score(done, conditions, leave_out)
         finally:  # finished measurements stay, whatever ended the run
-            done.sort(key=lambda pair: measurements.index(pair[0]))
-            report['results'] = [result for _, result in done]
-            if report['results']:
-                said = write_benchmark(folder, report)
+            if done:
+                rows = [row for _, row in sorted(done, key=lambda pair: measurements.index(pair[0]))]
+                said = write_benchmark(folder, {**report, 'results': rows, 'usage': usage.samples})
                 LOGGER.log(RESULT, '\n' + '\n\n'.join(said) + '\n')
-                if disturbed := disturbance(report['results']):
+                if disturbed := disturbance(rows):
                     LOGGER.warning(disturbed)
                 finish(next_command(config.models, config.data, tasks), results=folder, report=folder / 'benchmark.md')
-    if not report['results']:
+    if not done:
         raise QatError('; '.join(dict.fromkeys(left_out)))
 
 

@@ -1,30 +1,28 @@
-"""Accuracy of a benchmarked model, by the timed session: AP of a detector, top-1 and top-5 of a classifier."""
+"""Accuracy of measured models, each by what was timed: AP of a detector, top-1 and top-5 of a classifier."""
 
+from collections.abc import Callable, Sequence
 from typing import Any
 
-import torch
-from typing_extensions import override
-
-from utils.qat.backends.file_model import FileModel
-from utils.qat.backends.pytorch import TorchModel
-from utils.qat.benchmark.measured import Conditions, MeasuredSession, Measurement
+from utils.qat.benchmark.measured import Conditions, Measurement
 from utils.qat.benchmark.measured_backends import file_to_run, measured_by
-from utils.qat.config.settings import Sides
+from utils.qat.benchmark.tables import Row
 from utils.qat.core.errors import QatError
 from utils.qat.core.log import bar
 from utils.qat.evaluation.evaluate import evaluate
 
 
-class HalfModel(TorchModel):
-    """A model of PyTorch in FP16, for images and predictions in FP32."""
-
-    def __init__(self, model: torch.nn.Module) -> None:
-        super().__init__(model.half())
-
-    @override
-    def __call__(self, images: torch.Tensor) -> torch.Tensor | tuple[torch.Tensor, ...]:
-        found = super().__call__(images.half())
-        return tuple(part.float() for part in found) if isinstance(found, tuple) else found.float()
+def score(done: Sequence[tuple[Measurement, Row]], conditions: Conditions, leave_out: Callable[[str], None]) -> None:
+    """Set the 'accuracy' of rows, once for all batches of a model. leave_out: gets the reason why a model has none."""
+    scores: dict[tuple[Any, ...], dict[str, Any] | None] = {}
+    for measurement, row in done:
+        scored = measurement.file, measurement.backend, measurement.precision, row['imgsz']
+        if scored not in scores:
+            try:
+                scores[scored] = accuracy_of(measurement, row['imgsz'], conditions)
+            except QatError as e:
+                scores[scored] = None
+                leave_out(f'accuracy of {measurement.file}: {e}')
+        row['accuracy'] = scores[scored]
 
 
 def accuracy_of(measurement: Measurement, imgsz: tuple[int, ...] | None, conditions: Conditions) -> dict[str, Any]:
@@ -39,20 +37,12 @@ def accuracy_of(measurement: Measurement, imgsz: tuple[int, ...] | None, conditi
     """
     if not imgsz:
         raise QatError('it takes no images')
-    size, file = (imgsz[0], imgsz[1]), file_to_run(measurement, conditions)
-    if measurement.backend == 'pytorch':
-        model = conditions.open_checkpoint(file, conditions.device)
-        return _scores(HalfModel(model.model) if measurement.precision == 'fp16' else model, size, conditions)
+    file = file_to_run(measurement, conditions)
     with measured_by(measurement.backend)(measurement, file, conditions) as measured:
-        assert isinstance(measured, MeasuredSession)  # only checkpoints, see above, have no session
-        return _scores(FileModel(measured.session), size, conditions)
-
-
-def _scores(model: TorchModel | FileModel, size: Sides, conditions: Conditions) -> dict[str, Any]:
-    """Score a model on images of `size`."""
-    data, keys = model.task.labelled(conditions.config, model, size), ('images', *model.task.keys)
-    metrics = evaluate(
-        model, data.loader, data.names, conditions.device, progress=lambda it: bar(it, 'scoring')
-    ).plain()
+        model = measured.predicting()
+        data, keys = model.task.labelled(conditions.config, model, (imgsz[0], imgsz[1])), ('images', *model.task.keys)
+        metrics = evaluate(
+            model, data.loader, data.names, conditions.device, progress=lambda it: bar(it, 'scoring')
+        ).plain()
     found = {k: metrics[k] for k in keys if k in metrics}
     return {**found, **({'mask': {k: metrics['mask'][k] for k in keys[1:]}} if 'mask' in metrics else {})}

@@ -16,7 +16,7 @@ ACCURACIES = {'ap': 'AP', 'ap50': 'AP50', 'precision': 'P', 'recall': 'R', 'top1
 def baseline_of(
     result: dict[str, Any], results: Sequence[dict[str, Any]], wanted: str | None = None
 ) -> dict[str, Any] | None:
-    """Find the baseline of a plain Result: another at the same batch and image size.
+    """Find the baseline of a row: another at the same batch and image size.
 
     `wanted` is the value of --baseline. None: the same file in FP32 (or FP16, BF16), else the float file, in the same
     backend. A file: this file in the same backend, or in the only backend that ran it. A backend: the same file in FP32
@@ -67,7 +67,7 @@ def change(result: dict[str, Any], baseline: dict[str, Any]) -> dict[str, Any]:
 
 
 def with_changes(results: Sequence[dict[str, Any]], wanted: str | None = None) -> list[dict[str, Any]]:
-    """Return plain Results with 'against': the `change` against the baseline, see `baseline_of`; None without one."""
+    """Return rows with 'against': the `change` against the baseline, see `baseline_of`; None without one."""
     found = []
     for result in results:
         baseline = baseline_of(result, results, wanted)
@@ -90,7 +90,7 @@ class Gain(NamedTuple):
 
 
 def int8_gains(results: Sequence[dict[str, Any]]) -> Iterator[Gain]:
-    """Compare INT8 with the fastest float precision, in plain Results: for each backend, image size and batch that has both."""
+    """Compare INT8 with the fastest float precision: for each backend, image size and batch that has both."""
 
     def place(result: dict[str, Any]) -> tuple[str, list[int], int]:
         return result['backend'], list(result['imgsz'] or ()), result['batch']
@@ -107,7 +107,7 @@ def int8_gains(results: Sequence[dict[str, Any]]) -> Iterator[Gain]:
 
 
 def speed_conclusions(results: Sequence[dict[str, Any]]) -> list[str]:
-    """Sum up plain Results with short names in a sentence for each backend with INT8, and one about the fastest files."""
+    """Sum up rows with short names in a sentence for each backend with INT8, and one about the fastest files."""
     said = []
     for (backend, image), gains in groupby(int8_gains(results), lambda gain: (gain.backend, gain.image)):
         where = f'{backend}, {image} pixels' if image else backend

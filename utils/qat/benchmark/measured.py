@@ -15,6 +15,7 @@ from pathlib import Path
 import torch
 from typing_extensions import override
 
+from utils.qat.backends.file_model import FileModel
 from utils.qat.backends.pytorch import TorchModel
 from utils.qat.backends.session import Session, session_of
 from utils.qat.benchmark.model_files import Inputs, ModelFile, OpenInputs
@@ -168,6 +169,10 @@ class Measured(ABC):
     def compute(self) -> None:
         """Queue one run on `inputs`, and set `outputs`."""
 
+    @abstractmethod
+    def predicting(self) -> FileModel | TorchModel:
+        """Return the model for an evaluation."""
+
     def download(self) -> None:
         """Queue the copies of the outputs from the GPU."""
         if self.stream:
@@ -206,3 +211,7 @@ class MeasuredSession(Measured):
     @override
     def compute(self) -> None:
         self.outputs = list(self.session.run(self.inputs).values())
+
+    @override
+    def predicting(self) -> FileModel:
+        return FileModel(self.session)

@@ -18,6 +18,7 @@ from typing_extensions import override
 from utils.qat.backends.litert import LiteRT, load_litert
 from utils.qat.backends.onnxruntime import AS_WRITTEN, OnnxRuntime, cuda_missing
 from utils.qat.backends.openvino import OpenVINO, float_precisions
+from utils.qat.backends.pytorch import TorchModel
 from utils.qat.backends.tensorrt import TensorRT
 from utils.qat.benchmark.baseline import SIMULATED
 from utils.qat.benchmark.measured import Conditions, Measured, MeasuredSession, Measurement
@@ -260,16 +261,28 @@ class MeasuredTensorRT(MeasuredSession):
         self.session.enqueue()
 
 
+class HalfModel(TorchModel):
+    """A model of PyTorch in FP16, for images and predictions in FP32."""
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        super().__init__(model.half())
+
+    @override
+    def __call__(self, images: torch.Tensor) -> torch.Tensor | tuple[torch.Tensor, ...]:
+        found = super().__call__(images.half())
+        return tuple(part.float() for part in found) if isinstance(found, tuple) else found.float()
+
+
 class MeasuredPyTorch(Measured):
     """A YOLOv9 checkpoint in eager mode. A quantized one simulates INT8 in FP32, so its time is not INT8's."""
 
     def __init__(self, measurement: Measurement, file: Path, conditions: Conditions) -> None:
         super().__init__(measurement, file, conditions)
-        opened, half = conditions.open_checkpoint(file, self.device), measurement.precision == 'fp16'
-        self.model, self.dtype = opened.model, torch.float16 if half else torch.float32
-        if half:
-            self.model.half()
-        self.types = SIMULATED if opened.recipe is not None else 'FP16' if half else 'FP32'
+        self.opened = conditions.open_checkpoint(file, self.device)
+        self.model, self.dtype = self.opened.model, torch.float32
+        self.types = SIMULATED if self.opened.recipe is not None else 'FP32'
+        if measurement.precision == 'fp16':
+            self.opened, self.dtype, self.types = HalfModel(self.model), torch.float16, 'FP16'
         self.parameters = sum(p.numel() for p in self.model.parameters())
         self.layers = sum(any(True for _ in m.parameters(recurse=False)) for m in self.model.modules())
 
@@ -292,6 +305,10 @@ class MeasuredPyTorch(Measured):
         output = self.model(*self.inputs.values())
         # A detector returns its decoded predictions first; the rest is for training
         self.outputs = [output if isinstance(output, torch.Tensor) else output[0]]
+
+    @override
+    def predicting(self) -> TorchModel:
+        return self.opened
 
 
 MEASURED: dict[str, type[Measured]] = {  # --backend → its class; others are measured as their session

@@ -7,10 +7,11 @@ out: a ModelFile, and the shapes of its inputs for a batch
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
-from onnx import TensorProto
+from onnx import helper
 
 from utils.qat.backends.aoti import package_metadata
 from utils.qat.backends.litert import LiteRT
@@ -30,19 +31,6 @@ from utils.qat.untrusted.program_archive import is_package, read_program
 
 Inputs = dict[str, tuple[torch.dtype, tuple[int, ...]]]  # name → type and shape
 OpenInputs = dict[str, tuple[torch.dtype, tuple[int | None, ...]]]  # likewise, with None for an axis that is open
-TYPES = [  # in ONNX, in OpenVINO, in PyTorch
-    ('FLOAT', 'f32', torch.float32),
-    ('FLOAT16', 'f16', torch.float16),
-    ('DOUBLE', 'f64', torch.float64),
-    ('INT8', 'i8', torch.int8),
-    ('UINT8', 'u8', torch.uint8),
-    ('INT16', 'i16', torch.int16),
-    ('INT32', 'i32', torch.int32),
-    ('INT64', 'i64', torch.int64),
-    ('BOOL', 'boolean', torch.bool),
-]
-ONNX_DTYPES = {onnx: dtype for onnx, _, dtype in TYPES}
-OPENVINO_DTYPES = {openvino: dtype for _, openvino, dtype in TYPES}
 BATCHES = (1, 4, 8, 12)  # measured where a file takes any
 
 
@@ -159,11 +147,12 @@ def _engine(file: Path) -> ModelFile:
     )
 
 
-def _dtype(file: Path, name: str, kind: str, dtypes: dict[str, torch.dtype]) -> torch.dtype:
-    """Return the type of an input that its file calls `kind`."""
-    if kind not in dtypes:
-        raise QatError(f'{file}: input {name} is of type {kind}; the benchmark can feed {", ".join(dtypes)}')
-    return dtypes[kind]
+def _dtype(file: Path, name: str, kind: Any, to_numpy: Callable[[Any], Any]) -> torch.dtype:
+    """Return the type of an input. to_numpy: type of the file's library → type of NumPy."""
+    try:
+        return torch.from_numpy(np.empty(0, to_numpy(kind))).dtype
+    except (TypeError, KeyError, RuntimeError) as e:
+        raise QatError(f'{file}: input {name} is of a type ({kind}) that the benchmark cannot feed') from e
 
 
 def _onnx(file: Path) -> ModelFile:
@@ -173,8 +162,7 @@ def _onnx(file: Path) -> ModelFile:
     with naming(file):
         graph = Graph(model)
     for value in required_inputs(model):
-        kind = TensorProto.DataType.Name(value.type.tensor_type.elem_type)
-        dtype = _dtype(file, value.name, kind, ONNX_DTYPES)
+        dtype = _dtype(file, value.name, value.type.tensor_type.elem_type, helper.tensor_dtype_to_np_dtype)
         inputs[value.name] = dtype, tuple(d.dim_value or None for d in value.type.tensor_type.shape.dim)
     types = 'INT8 and ' * any(count_qdq(model)) + ('FP16' if is_half(model) else 'FP32')
     layers = sum(n.op_type not in QDQ and not all(name in graph.fixed for name in n.output) for n in graph.nodes)
@@ -187,7 +175,7 @@ def _xml(file: Path) -> ModelFile:
     model = read_model(file)
     inputs: OpenInputs = {}
     for port in model.inputs:
-        dtype = _dtype(file, port.any_name, port.get_element_type().get_type_name(), OPENVINO_DTYPES)
+        dtype = _dtype(file, port.any_name, port.get_element_type(), lambda kind: kind.to_dtype())
         inputs[port.any_name] = dtype, tuple(None if d.is_dynamic else d.get_length() for d in port.partial_shape)
     types = 'INT8 and FP32' if any(quantized_convs(model).values()) else 'FP32'
     return ModelFile(file, inputs, types, task=metadata(model).get('task', ''))

@@ -1,7 +1,7 @@
-"""Results of a benchmark → benchmark.{json,md,csv} and pictures.
+"""Rows of a benchmark → benchmark.{json,md,csv} and pictures.
 
-The pictures show latency as bars, throughput against batch, memory and utilisation over time. They take plain Results, see
-timing.Result. A series (model, backend, precision, image size) has one colour in all three.
+The pictures show latency as bars, throughput against batch, memory and utilisation over time. They take rows, see
+run.Running.row. A series (model, backend, precision, image size) has one colour in all three.
 """
 
 from collections.abc import Sequence
@@ -203,7 +203,7 @@ def markdown(report: dict[str, Any]) -> str:
 def write_benchmark(folder: Path, report: dict[str, Any]) -> list[str]:
     """Write benchmark.json, benchmark.md, benchmark.csv and the pictures; usage.png only if usage was sampled.
 
-    report: 'settings', 'machine', 'left_out' (lines), 'results' (plain Results) and 'usage' (samples of a Usage).
+    report: 'settings', 'machine', 'left_out' (lines), 'results' (rows) and 'usage' (samples of a Usage).
 
     Returns:
         What a terminal shows: a table, notes, and the conclusions.

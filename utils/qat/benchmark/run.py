@@ -1,4 +1,4 @@
-"""Measurements of one batch and image size → their Results: all files are open together, and are timed in turns.
+"""Measurements of one batch and image size → their rows: all files are open together, and are timed in turns.
 
 Load by other processes and a clock that falls with the temperature then meet all files alike, so that their figures can be compared.
 """
@@ -14,10 +14,12 @@ import torch
 from utils.qat.benchmark.measured import Conditions, Measured, Measurement
 from utils.qat.benchmark.measured_backends import file_to_run, measured_by
 from utils.qat.benchmark.model_files import Inputs, fixed_batch, shapes_of
-from utils.qat.benchmark.timing import Result, Timing
+from utils.qat.benchmark.tables import Row, pixels
+from utils.qat.benchmark.timing import Timing
 from utils.qat.benchmark.usage import Usage
 from utils.qat.config.tables import BACKENDS
 from utils.qat.core.errors import QatError
+from utils.qat.core.log import LOGGER, bar
 
 TURNS = 5  # of each file
 LEAST_QUERIES = 2  # of a turn, however long they take: with TURNS the 10 of trtexec's --iterations
@@ -40,37 +42,55 @@ class Running:
     turns: list[tuple[float, float]] = field(default_factory=list)
 
     def turn(self, conditions: Conditions, usage: Usage) -> None:
-        """Take a turn.
-
-        Raises:
-            QatError: the file does not run.
-        """
+        """Take a turn. Raises QatError if the file does not run."""
         config, start = conditions.config, usage.now()
         self.timing.turn(config.warmup / TURNS, config.duration / TURNS, LEAST_QUERIES)
         self.turns.append((start, usage.now()))
 
-    def result(self, usage: Usage) -> Result:
-        """Sum up all turns."""
+    def row(self, usage: Usage) -> Row:
+        """Sum up all turns: a row of benchmark.json."""
         measurement, measured, figures = self.measurement, self.measured, self.timing.figures()
         model, accepts = measurement.model, measured.accepts
-        return Result(
-            model=str(measurement.file),
-            given=str(model.file),
-            backend=BACKENDS[measurement.backend].title,
-            types=measured.types,
-            precision=measurement.precision,
-            imgsz=next((shape[2:] for _, shape in self.inputs.values() if len(shape) == 4), None),
-            batch=measurement.batch,
-            open_batch=measurement.backend == 'pytorch' or fixed_batch(accepts or model.inputs) is None,
-            images_per_s=figures['qps'] * measurement.batch,
+        return {
+            'model': str(measurement.file),
+            'given': str(model.file),  # on the command line: the .onnx file, if its checkpoint ran
+            'backend': BACKENDS[measurement.backend].title,
+            'types': measured.types,  # of the computation, in words; SIMULATED of INT8 computed in float
+            'precision': measurement.precision,
+            'imgsz': next((shape[2:] for _, shape in self.inputs.values() if len(shape) == 4), None),
+            'batch': measurement.batch,
+            'open_batch': measurement.backend == 'pytorch' or fixed_batch(accepts or model.inputs) is None,
             **figures,
-            size_bytes=measured.size,
-            parameters=measured.parameters or model.parameters,
-            layers=measured.layers or model.layers,
-            streams=measured.streams,
-            notes=list(measured.notes),
-            usage={**self.memory, **usage.during(self.turns), 'turns': self.turns} if self.memory else None,
-        )
+            'images_per_s': figures['qps'] * measurement.batch,
+            'size_bytes': measured.size,
+            'parameters': measured.parameters or model.parameters,
+            'layers': measured.layers or model.layers,
+            'streams': measured.streams,
+            'notes': list(measured.notes),
+            'usage': {**self.memory, **usage.during(self.turns), 'turns': self.turns} if self.memory else None,
+            'accuracy': None,  # see accuracy.score; set after all measurements
+        }
+
+
+def run_in_groups(
+    measurements: Sequence[Measurement], conditions: Conditions, usage: Usage, leave_out: Callable[[str], None]
+) -> Iterator[tuple[Measurement, Row]]:
+    """Run measurements, those of one batch and image size in turns; yield the rows of each group. Arguments: see `run_in_turns`."""
+    groups = in_groups(measurements)
+    with usage, bar(None, 'measuring', len(measurements) * TURNS, 'turns') as shown:
+        for number, (place, group) in enumerate(groups.items(), 1):
+            LOGGER.info(f'{number} of {len(groups)}: {place}, {len(group)} in turns')
+            yield from run_in_turns(group, conditions, usage, leave_out, shown.update)
+
+
+def in_groups(measurements: Sequence[Measurement]) -> dict[str, list[Measurement]]:
+    """Group the measurements that are compared with each other, by batch and image size: these in words → measurements."""
+    groups: dict[str, list[Measurement]] = {}
+    for one in measurements:
+        shapes = [shape for _, shape in one.inputs.values() if len(shape) == 4]
+        size = one.imgsz or (shapes[0][2:] if shapes else None)
+        groups.setdefault(', '.join(filter(None, (f'batch {one.batch}', pixels(size)))), []).append(one)
+    return groups
 
 
 def run_in_turns(
@@ -79,7 +99,7 @@ def run_in_turns(
     usage: Usage,
     leave_out: Callable[[str], None],
     count: Callable[[], object],
-) -> list[tuple[Measurement, Result]]:
+) -> list[tuple[Measurement, Row]]:
     """Open the files, measure them in turns, and free their memory on the device.
 
     Args:
@@ -112,7 +132,7 @@ def run_in_turns(
                     if len(one.turns) == turn:  # else an earlier one failed
                         with reporting(one.measurement):
                             one.turn(conditions, usage)
-            return [(one.measurement, one.result(usage)) for one in running if len(one.turns) == TURNS]
+            return [(one.measurement, one.row(usage)) for one in running if len(one.turns) == TURNS]
     finally:
         running.clear()
         gc.collect()  # before the memory of the next ones is measured

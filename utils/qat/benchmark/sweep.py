@@ -12,7 +12,6 @@ from utils.qat.backends.session import require_named
 from utils.qat.benchmark.measured import Measurement
 from utils.qat.benchmark.measured_backends import measured_by
 from utils.qat.benchmark.model_files import Inputs, ModelFile, shapes_of
-from utils.qat.benchmark.tables import pixels
 from utils.qat.config.deploy import BenchmarkConfig
 from utils.qat.config.settings import Sides
 from utils.qat.config.tables import BACKENDS
@@ -49,16 +48,6 @@ def measurements_of(
     if not measurements:
         raise QatError('; '.join(refused or absent))
     return measurements, [*absent, *refused]
-
-
-def in_groups(measurements: Sequence[Measurement]) -> dict[str, list[Measurement]]:
-    """Group the measurements that are compared with each other, by batch and image size: these in words → measurements."""
-    groups: dict[str, list[Measurement]] = {}
-    for one in measurements:
-        shapes = [shape for _, shape in one.inputs.values() if len(shape) == 4]
-        size = one.imgsz or (shapes[0][2:] if shapes else None)
-        groups.setdefault(', '.join(filter(None, (f'batch {one.batch}', pixels(size)))), []).append(one)
-    return groups
 
 
 def _of_backend(

@@ -1,6 +1,6 @@
 """Tables of a benchmark, as Markdown and as CSV: times, the change against the baseline, and the models.
 
-A table is a list of columns, and a column names the figure of a plain Result that it shows. `with_shown` adds derived figures, such as
+A table is a list of columns, and a column names the figure of a row that it shows. `with_shown` adds derived figures, such as
 MB or the words 'open' and 'fixed'.
 """
 
@@ -14,7 +14,7 @@ from utils.qat.benchmark.baseline import ACCURACIES, FLOATS, SIMULATED
 from utils.qat.core.files import distinct_names
 from utils.qat.core.text import markdown_table, visible
 
-Row = dict[str, Any]  # a plain Result, with 'against', see baseline.with_changes
+Row = dict[str, Any]  # see run.Running.row; with 'against', see baseline.with_changes
 PARTS = {'enqueue': 'enqueue', 'h2d': 'H2D', 'gpu_compute': 'GPU compute', 'd2h': 'D2H'}  # as trtexec names them
 
 
@@ -137,7 +137,7 @@ def with_short_names(results: Sequence[Row]) -> list[Row]:
 
 
 def series(result: Row) -> tuple[str, str, str, str]:
-    """Return the series of a plain Result, its key over all batches: (model, backend, types, image size)."""
+    """Return the series of a row, its key over all batches: (model, backend, types, image size)."""
     return result['model'], result['backend'], result['types'], pixels(result['imgsz'])
 
 

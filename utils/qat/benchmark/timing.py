@@ -1,4 +1,4 @@
-"""Time a network: a Measured in, the figures of its Result out.
+"""Time a network: a Measured in, the timed figures of its row out.
 
 Latency and throughput are measured one after the other, each for its share of the time (trtexec measures both at once):
 - Latency: queries run one at a time: inputs to the device, compute, outputs back, wait. A GPU uses CUDA events between the parts,
@@ -13,7 +13,6 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -32,38 +31,6 @@ def statistics(samples: Sequence[float] | np.ndarray) -> dict[str, float]:
     """
     own = {name: float(getattr(np, name)(samples)) for name in ('min', 'max', 'mean', 'median')}
     return own | {f'p{p}': float(np.percentile(samples, p)) for p in (90, 95, 99)}
-
-
-@dataclass
-class Result:
-    """One measurement. Times are in ms, see `statistics`, unless said otherwise."""
-
-    model: str  # file that ran, or from which the engine was built
-    given: str  # file that the command line names: the .onnx file, if its checkpoint ran
-    backend: str
-    types: str  # of the computation, in words; SIMULATED of INT8 computed in float
-    precision: str  # requested, of MEASURED; '' if unknown
-    imgsz: tuple[int, ...] | None  # height and width in pixels; None for a network without images
-    batch: int  # images per query
-    open_batch: bool  # whether the file that ran takes other batches too
-    queries: int  # one at a time
-    qps: float  # queries per second: on a GPU queued, in OpenVINO in streams
-    images_per_s: float
-    latency: dict[str, float]  # end to end: h2d + compute + d2h of each query
-    compute: dict[str, float]  # of the model alone
-    h2d: dict[str, float] | None  # inputs to the GPU; None on a CPU
-    d2h: dict[str, float] | None  # outputs from the GPU, likewise
-    enqueue: dict[str, float] | None  # until the host has queued a query; None on a CPU
-    host_seconds: float  # duration of the throughput measurement
-    compute_seconds: float  # of these, in the model; with several streams their sum
-    size_bytes: int  # of the file that ran
-    parameters: int | None  # their number; None if unknown
-    layers: int | None  # likewise
-    # number of streams that answered queries at once, for the throughput; None if queries ran one after the other
-    streams: int | None = None
-    notes: list[str] = field(default_factory=list)  # on how the engine ran the file
-    usage: dict[str, Any] | None = None  # see Usage.added, Usage.during and run.Running.turns
-    accuracy: dict[str, Any] | None = None  # see accuracy.accuracy_of; set after all measurements
 
 
 class HostEvent:
@@ -136,14 +103,7 @@ def in_line(measured: Measured, seconds: float, least: int) -> tuple[int, float,
 
 
 class Timing:
-    """The timed figures of a prepared Measured, collected in turns.
-
-    Attributes:
-        samples: see `one_at_a_time`.
-        queries: number of queries for the throughput.
-        host_seconds: that these took.
-        compute_seconds: of these, in the model.
-    """
+    """The timed figures of a prepared Measured, collected in turns."""
 
     def __init__(self, measured: Measured) -> None:
         self.measured = measured
@@ -168,15 +128,16 @@ class Timing:
         self.compute_seconds += served[2]
 
     def figures(self) -> dict[str, Any]:
-        """Return the timed figures of Result but images_per_s, of all turns."""
+        """Return the timed figures of a row, of all turns; see run.Running.row."""
         samples, gpu = self.samples, self.measured.stream is not None
         latency = np.sum([samples[part] for part in ('h2d', 'compute', 'd2h')], 0) if gpu else samples['compute']
         return {
-            'queries': len(samples['compute']),
-            'qps': self.queries / self.host_seconds,
-            'host_seconds': self.host_seconds,
-            'compute_seconds': self.compute_seconds,
-            'latency': statistics(latency),
-            'compute': statistics(samples['compute']),
+            'queries': len(samples['compute']),  # one at a time
+            'qps': self.queries / self.host_seconds,  # queries per second: on a GPU queued, in OpenVINO in streams
+            'latency': statistics(latency),  # ms, end to end: h2d + compute + d2h of each query
+            'compute': statistics(samples['compute']),  # ms, of the model alone
+            # ms: inputs to the GPU, outputs from it, and until the host has queued a query; None on a CPU
             **{part: statistics(samples[part]) if gpu else None for part in ('h2d', 'd2h', 'enqueue')},
+            'host_seconds': self.host_seconds,  # of the queries for the throughput
+            'compute_seconds': self.compute_seconds,  # of these, in the model; with several streams their sum
         }

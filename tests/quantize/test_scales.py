@@ -4,6 +4,7 @@ from copy import deepcopy
 
 import onnx
 import pytest
+import torch
 from zoo import build, fuse, image, output, same, settings
 
 from models.deploy.formats.onnx import export_onnx
@@ -14,6 +15,7 @@ from models.quantize.quantizers import named_quantizers
 from models.quantize.scales import scale_groups, tie_scales
 from utils.qat.core.files import sha256
 from utils.qat.graph.onnx_graph import constants
+from utils.qat.targets.target import load_target
 
 MOVES = set('Concat MaxPool Resize Split Slice Reshape Transpose Unsqueeze Gather'.split())  # Q commutes with these
 
@@ -53,6 +55,16 @@ def test_equal_poolings_of_one_tensor_share_a_scale(demo):
         'model.3.cv1.conv.input_quantizer',
         'model.12.cv1.conv.input_quantizer',
     }
+
+
+def test_what_joins_a_tensor_with_negative_values_is_signed(small):
+    """Layer 5 reads layer 4, behind a ReLU here; layer 9 reads it joined with the values of a SiLU."""
+    model = small.float_model()
+    model.model[4].cv1.act = torch.nn.ReLU()
+    quantize_model(model, target=load_target('openvino'))
+    unsigned = {path for path, q in named_quantizers(model) if q.shifts}
+    mixed = [group for group in tie_scales(model) if 0 < len(unsigned.intersection(group)) < len(group)]
+    assert mixed and not any(model.get_submodule(path).shifts for group in mixed for path in group)
 
 
 @pytest.fixture(scope='module')

@@ -31,6 +31,7 @@ from models.quantize.convert import quantize_model
 from models.quantize.finetuning.adapt import adapt
 from models.quantize.head_outputs import HeadOutputs
 from models.quantize.scales import never_negative, tie_scales
+from test_resume import alike
 from utils.qat.backends.detections import prepared
 from utils.qat.config.tables import TARGETS
 from utils.qat.core.errors import QatError
@@ -52,12 +53,6 @@ def exchanged_model(small, activation, **changes):
     model = small.float_model()
     paths = chosen_activations(model, settings(activation=activation, **changes))
     return finished(exchanged(model, activation, paths))
-
-
-def kinds(model):
-    return [type(model.get_submodule(path)) for path in exchangeable(model, 'relu')], [
-        m for m in model.modules() if type(m) is nn.ReLU
-    ]
 
 
 def test_the_gates_of_squeeze_and_excitation_stay():
@@ -82,7 +77,7 @@ def test_every_silu_is_exchanged_and_the_model_itself_stays(small):
     count = len(exchangeable(model, 'relu'))
     assert count == sum(isinstance(m, nn.Conv2d) for m in model.modules()) - 7  # DFL and three outputs of two kinds
     relu, polynomial = (exchanged_model(small, activation) for activation in ACTIVATIONS[::-1])
-    assert not exchangeable(relu, 'relu') and len(kinds(relu)[1]) == count
+    assert not exchangeable(relu, 'relu') and sum(type(m) is nn.ReLU for m in relu.modules()) == count
     assert [*map(type, map(polynomial.get_submodule, exchangeable(polynomial, 'relu')))] == [PolynomialSiLU] * count
     assert same(before, output(model, IMAGES[0]))
 
@@ -199,16 +194,26 @@ def test_a_model_with_relu_already_is_refused(small, tmp_path):
     assert 'has no SiLU, Hardswish, PolynomialSiLU to exchange for it' in said
 
 
-OPTIONS = '--imgsz', 64, '--batch-size', 4, '--workers', 0, '--device', 'cpu', '--calib-images', 8, '--iters', 3
+ON_CPU = '--imgsz 64 --batch-size 4 --workers 0 --device cpu'.split()
+
+
+def command_of(verb, small, project, *more):
+    given = '--weights', small.single, '--data', small.data, '--project', project, '--activation', 'relu'
+    return 'qat.py', verb, *given, *ON_CPU, '--calib-images', 8, *more
+
+
+def quantize(small, project, adaptation, epochs, *more):
+    """The words of a run with ReLU; adaptation, epochs: how many."""
+    return command_of(
+        'quantize', small, project, '--iters', 3, '--activation-epochs', adaptation, '--epochs', epochs, *more
+    )
 
 
 @pytest.fixture(scope='module')
 def run(small, tmp_path_factory):
     """The folder of a run with ReLU, to its end."""
     folder = tmp_path_factory.mktemp('runs')
-    words = '--weights', small.single, '--data', small.data, '--project', folder, '--name', 'a'
-    recipe = '--activation', 'relu', '--activation-epochs', 2, '--epochs', 1
-    said = command('qat.py', 'quantize', *words, *OPTIONS, *recipe)
+    said = command(*quantize(small, folder, 2, 1, '--name', 'a'))
     assert 'float with relu' in said
     return folder / 'a'
 
@@ -216,8 +221,8 @@ def run(small, tmp_path_factory):
 def test_the_float_row_is_the_unchanged_model(small, run):
     report = json.loads((run / 'report.json').read_text())
     for file, key in ((small.single, 'origin'), (run / report['adapted']['file'], 'adapted')):
-        options = '--data', small.data, '--imgsz', 64, '--batch-size', 4, '--workers', 0, '--device', 'cpu'
-        command('qat.py', 'eval', '--weights', file, *options, '--project', run / 'eval', '--name', key)
+        named = '--project', run / 'eval', '--name', key
+        command('qat.py', 'eval', '--weights', file, '--data', small.data, *ON_CPU, *named)
         found = json.loads((run / 'eval' / key / 'metrics.json').read_text())
         assert found['ap'] == pytest.approx(report[key]['ap'], abs=1e-6)
     assert not exchangeable(load_any(run / report['ptq']['file'])[0], 'relu')
@@ -245,9 +250,7 @@ def test_the_file_computes_what_pytorch_does(small, run, tmp_path):
 def summary(small, tmp_path_factory):
     """The file of a sensitivity analysis with ReLU."""
     folder = tmp_path_factory.mktemp('sensitive')
-    words = '--weights', small.single, '--data', small.data, '--project', folder, '--activation', 'relu'
-    options = '--imgsz', 64, '--batch-size', 4, '--workers', 0, '--device', 'cpu', '--calib-images', 8
-    said = command('qat.py', 'sensitive', *words, *options, '--granularity', 'layer')
+    said = command(*command_of('sensitive', small, folder, '--granularity', 'layer'))
     assert 'only it with relu' in said and '--activation relu' in said
     return folder / 'exp' / FILE
 
@@ -271,9 +274,7 @@ def test_the_cost_of_each_exchange_is_ranked(small, summary):
 
 @pytest.mark.parametrize('choice', [('--keep-float', 2), ('--max-drop', 100)])
 def test_the_costliest_functions_stay(small, summary, tmp_path, choice):
-    words = '--weights', small.single, '--data', small.data, '--project', tmp_path, '--activation', 'relu'
-    recipe = '--activation-epochs', 1, '--epochs', 0, '--sensitive', summary
-    command('qat.py', 'quantize', *words, *OPTIONS, *recipe, *choice)
+    command(*quantize(small, tmp_path, 1, 0, '--sensitive', summary, *choice))
     report = json.loads((tmp_path / 'exp' / 'report.json').read_text())
     order = worst(json.loads(summary.read_text()))
     stay = [path for unit in order[: choice[1] if choice[0] == '--keep-float' else 0] for path in unit['twins']]
@@ -283,8 +284,8 @@ def test_the_costliest_functions_stay(small, summary, tmp_path, choice):
 
 
 def test_a_summary_of_another_activation_is_refused(small, summary, tmp_path):
-    words = '--weights', small.single, '--data', small.data, '--project', tmp_path, '--sensitive', summary
-    said = command('qat.py', 'quantize', *words, '--keep-float', 1, code=2)
+    recipe = '--activation', 'keep', '--sensitive', summary, '--keep-float', 1
+    said = command(*command_of('quantize', small, tmp_path, *recipe), code=2)
     assert 'made with --activation relu, and this run has keep' in said
 
 
@@ -292,27 +293,14 @@ def test_a_summary_of_another_activation_is_refused(small, summary, tmp_path):
 
 
 def test_interrupted_in_the_adaptation_and_gone_on_with_is_the_same_run(small, tmp_path, run):
-    words = '--weights', small.single, '--data', small.data, '--project', tmp_path, '--name', 'b'
-    recipe = '--activation', 'relu', '--activation-epochs', 2, '--epochs', 1
-    said = interrupt('relu, epoch 2/2', 1, 'qat.py', 'quantize', *words, *OPTIONS, *recipe)
-    assert '--resume' in said
-    command('qat.py', 'quantize', '--resume', tmp_path / 'b')
-    reports = [json.loads((folder / 'report.json').read_text()) for folder in (run, tmp_path / 'b')]
-    for report in reports:
-        del report['times'], report['settings']['name'], report['settings']['project']
-    assert reports[0] == reports[1]
-    files = [sorted(f.name for f in (folder / 'weights').iterdir()) for folder in (run, tmp_path / 'b')]
-    assert files[0] == files[1]
-    for name in files[0]:
-        states = [load_any(folder / 'weights' / name)[0].state_dict() for folder in (run, tmp_path / 'b')]
-        assert same(*states), name
+    assert '--resume' in interrupt('relu, epoch 2/2', 1, *quantize(small, tmp_path, 2, 1))
+    command('qat.py', 'quantize', '--resume', tmp_path / 'exp')
+    assert alike(tmp_path / 'exp', run)
 
 
 def test_without_fine_tuning_a_run_that_went_on_delivers_its_model(small, tmp_path):
-    words = '--weights', small.single, '--data', small.data, '--project', tmp_path
-    recipe = '--activation', 'relu', '--activation-epochs', 2, '--epochs', 0
     folder, best = tmp_path / 'exp', tmp_path / 'exp' / DELIVERED
-    said = interrupt('relu, epoch 2/2', 1, 'qat.py', 'quantize', *words, *OPTIONS, *recipe)
+    said = interrupt('relu, epoch 2/2', 1, *quantize(small, tmp_path, 2, 0))
     assert f'--resume {folder}' in said and (folder / STATE).is_file() and not best.exists()
     command('qat.py', 'quantize', '--resume', folder)
     report = json.loads((folder / 'report.json').read_text())
@@ -320,8 +308,4 @@ def test_without_fine_tuning_a_run_that_went_on_delivers_its_model(small, tmp_pa
 
 
 def test_before_a_state_is_there_an_interrupt_names_no_resume(small, tmp_path):
-    words = '--weights', small.single, '--data', small.data, '--project', tmp_path
-    said = interrupt(
-        'relu, epoch 1/10', 1, 'qat.py', 'quantize', *words, *OPTIONS, '--activation', 'relu', '--epochs', 0
-    )
-    assert '--resume' not in said
+    assert '--resume' not in interrupt('relu, epoch 1/10', 1, *quantize(small, tmp_path, 10, 0))

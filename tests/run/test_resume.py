@@ -15,7 +15,7 @@ import torch
 import yaml
 from conftest import REPO
 from faults import sampled
-from zoo import command, image, interrupt, load_quantized, same, settings, state
+from zoo import command, image, interrupt, load_any, same, settings, state
 
 from models.quantize.finetuning.loop import Epoch, finetune
 from utils.qat.core.errors import QatError
@@ -290,7 +290,7 @@ def result(folder):
     """The report of a run without times and the folder's name, and the model in each file of weights/."""
     report = json.loads((folder / 'report.json').read_text())
     del report['times'], report['settings']['name'], report['settings']['project']
-    models = {f.name: load_quantized(f)[0].state_dict() for f in (folder / 'weights').iterdir()}
+    models = {f.name: load_any(f)[0].state_dict() for f in (folder / 'weights').iterdir()}
     return report, models
 
 

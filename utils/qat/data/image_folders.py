@@ -106,11 +106,6 @@ def normalized(images: torch.Tensor) -> torch.Tensor:
     return (images - images.new_tensor(MEAN)[:, None, None]) / images.new_tensor(STD)[:, None, None]
 
 
-def pixels(images: torch.Tensor) -> torch.Tensor:
-    """Undo `normalized`."""
-    return images * images.new_tensor(STD)[:, None, None] + images.new_tensor(MEAN)[:, None, None]
-
-
 class ClassImages:
     """The images of class folders, prepared as in classify/val.py."""
 

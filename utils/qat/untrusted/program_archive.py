@@ -78,9 +78,13 @@ def read_program(path: str | Path, flag: str = '--weights') -> tuple[dict[str, b
     try:
         members = {name: bytes(part) for name, part in plain_archive(path, MEMBERS, GRAPH).items()}
         metadata = read_metadata(members.get(METADATA, b'{}'))
+        files = {name.rpartition('/')[2] for name in members}
         for name in TENSORS:
             config = _json(members.get(name, b'{"config": {}}'))
-            _check_tensors(config, {n.rpartition('/')[2] for n in members})
+            for tensor in config['config'].values():  # each must be plain bytes in a member
+                if tensor['use_pickle'] is not False or tensor['path_name'] not in files:
+                    raise Refused('a tensor in it is a pickle, or is not there')
+            _check_texts(config)
             members[name] = json.dumps(config).encode()
         members[GRAPH] = json.dumps(_checked_graph(_json(members[GRAPH]))).encode()
         return {name: part for name, part in members.items() if name not in (METADATA, SAMPLES)}, metadata
@@ -109,14 +113,6 @@ def _json(text: bytes) -> Any:
         return json.loads(text)
     except (ValueError, RecursionError) as e:
         raise Refused(f'it holds JSON that cannot be read ({type(e).__name__})') from e
-
-
-def _check_tensors(config: Any, files: set[str]) -> None:
-    """Check the table of weights or constants: each must be plain bytes in an existing member."""
-    for tensor in config['config'].values():
-        if tensor['use_pickle'] is not False or tensor['path_name'] not in files:
-            raise Refused('a tensor in it is a pickle, or is not there')
-    _check_texts(config)
 
 
 def _checked_graph(program: Any) -> Any:

@@ -1,5 +1,6 @@
 """Compare detectors: the differences of their predictions and of their best detections, rank by rank, and their AP."""
 
+import json
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -56,11 +57,7 @@ def beyond_limits(comparison: dict[str, Any], limits: Limits) -> list[str]:
 
 def _finite(value: Any) -> Any:
     """Replace the numbers in plain values that are not finite by None."""
-    if isinstance(value, dict):
-        return {k: _finite(v) for k, v in value.items()}
-    if isinstance(value, list):
-        return [_finite(v) for v in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
+    return json.loads(json.dumps(value), parse_constant=lambda _: None)
 
 
 class Ranking:

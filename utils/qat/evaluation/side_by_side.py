@@ -191,21 +191,10 @@ def plot_examples(path: Path, examples: Sequence[Example], models: Sequence[str]
     side, text = 4.6, 0.17 * most + 0.3
     height = (side + text) * len(examples) + 1.0
     figure = Figure(figsize=(side * len(models), height))
-    grid = figure.add_gridspec(
-        2 * len(examples),
-        len(models),
-        height_ratios=[side, text] * len(examples),
-        left=0.01,
-        right=0.99,
-        top=1 - 0.45 / height,
-        bottom=0.45 / height,
-        hspace=0.02,
-        wspace=0.03,
-    )
-    for row, example in enumerate(examples):
-        for column, model in enumerate(models):
-            axes = figure.add_subplot(grid[2 * row, column])
-            below = figure.add_subplot(grid[2 * row + 1, column])
+    places = figure.subplots(2 * len(examples), len(models), height_ratios=[side, text] * len(examples), squeeze=False)
+    figure.subplots_adjust(0.01, 0.45 / height, 0.99, 1 - 0.45 / height, wspace=0.03, hspace=0.02)
+    for example, *row in zip(examples, places[::2], places[1::2]):
+        for column, (model, axes, below) in enumerate(zip(models, *row)):
             axes.imshow(example.image)
             axes.set_axis_off()
             below.set_axis_off()

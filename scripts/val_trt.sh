@@ -1,22 +1,20 @@
 #!/usr/bin/env bash
 # Checkpoint → ONNX → TensorRT engine → metrics: export_qat.py, build_engine.py and val_trt.py in one go.
+#
+# Usage: [PYTHON=python3] val_trt.sh WEIGHTS.pt DATA IMGSZ [--float FLOAT.pt] [--generate-graph]
+#   WEIGHTS.pt        checkpoint, quantized by qat.py or float
+#   DATA              data YAML; the engine is evaluated on its val: images. Of a classifier the folder of its images
+#   IMGSZ             image size in pixels: of the file, the engine and the evaluation; one number, or 'HEIGHT WIDTH' in quotes
+#   --float FLOAT.pt  also score this model, and compare WEIGHTS and the engine with it
+#   --generate-graph  also measure every layer and draw the engine
+# It ends with a table of AP, AP50, P and R in PyTorch and in the engine, and their differences. The ONNX file, the engine and their
+# other files are written beside WEIGHTS.
 set -euo pipefail
 
 HERE=$(cd -P "$(dirname "${BASH_SOURCE[0]}")" && pwd)
 PYTHON=${PYTHON:-python3}
 
-usage() {
-    cat <<END
-Usage: [PYTHON=python3] val_trt.sh WEIGHTS.pt DATA IMGSZ [--float FLOAT.pt] [--generate-graph]
-  WEIGHTS.pt        checkpoint, quantized by qat.py or float
-  DATA              data YAML; the engine is evaluated on its val: images. Of a classifier the folder of its images
-  IMGSZ             image size in pixels: of the file, the engine and the evaluation; one number, or 'HEIGHT WIDTH' in quotes
-  --float FLOAT.pt  also score this model, and compare WEIGHTS and the engine with it
-  --generate-graph  also measure every layer and draw the engine
-It ends with a table of AP, AP50, P and R in PyTorch and in the engine, and their differences. The ONNX file, the engine and their
-other files are written beside WEIGHTS.
-END
-}
+usage() { sed -n '2,/^set/{s/^# \{0,1\}//;/^set/d;p;}' "$0"; }
 refuse() {
     printf 'val_trt.sh: error: %s\n' "$1" >&2
     exit 2

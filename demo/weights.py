@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # says what is missing where there is no tree
 sys.path.insert(0, os.getcwd())
 from utils.qat.core.command import Parser, run_command
-from utils.qat.core.errors import QatError
+from utils.qat.core.errors import QatError, one_line
 from utils.qat.core.files import write_torch
 from utils.qat.core.log import quiet_upstream
 
@@ -63,7 +63,7 @@ def classifier_from(state: dict[str, Any]) -> nn.Module:
     try:
         model.load_state_dict(state['state_dict'], strict=True)
     except RuntimeError as e:
-        raise QatError(f'tensors are missing, left over or of another shape: {" ".join(str(e).split())[:200]}') from e
+        raise QatError(f'tensors are missing, left over or of another shape: {one_line(e)}') from e
     model.names = names
     return model.half().eval().requires_grad_(False)
 

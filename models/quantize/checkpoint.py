@@ -23,7 +23,7 @@ from models.quantize.scales import shared_scales
 from utils.qat.backends.pytorch import task_of
 from utils.qat.config.tables import CHECKPOINTS
 from utils.qat.core.command import command
-from utils.qat.core.errors import QatError
+from utils.qat.core.errors import QatError, one_line
 from utils.qat.core.files import require_file, sha256, write_torch
 from utils.qat.core.log import LOGGER
 from utils.qat.core.machine import versions
@@ -144,9 +144,7 @@ class CheckpointFile:
         except Refused as e:
             raise QatError(f'--weights {self.path}: not loaded: {e}') from e
         except Exception as e:  # damaged attributes raise errors of any kind, as the layers do
-            raise QatError(
-                f'--weights {self.path}: damaged: {type(e).__name__}: {" ".join(str(e).split())[:200]}'
-            ) from e
+            raise QatError(f'--weights {self.path}: damaged: {type(e).__name__}: {one_line(e)}') from e
         self.digest.result()  # FP32 weights share the bytes that are hashed: wait before anything changes them
         return ckpt
 
@@ -162,7 +160,7 @@ class CheckpointFile:
         except Exception as e:  # a layer with other attributes raises errors of any kind
             raise QatError(
                 f'--weights {self.path}: its model does not run with the layers of this YOLOv9 tree ({type(e).__name__}: '
-                f"{' '.join(str(e).split())[:200]}); use the tree it was trained with, or a checkpoint of upstream's training"
+                f"{one_line(e)}); use the tree it was trained with, or a checkpoint of upstream's training"
             ) from e
 
 

@@ -24,6 +24,7 @@ from absl import logging as absl_logging
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from utils.qat.compat import imported_when_called
+from utils.qat.core.errors import one_line
 from utils.qat.core.log import LOGGER
 
 # At import the library scripts a function, and imports one of SciPy for a calibrator; nothing here uses either
@@ -237,7 +238,7 @@ def gpu_kernels(device: torch.device) -> Any:
             return rounding
         why = 'they round otherwise than PyTorch'
     except Exception as e:  # Triton and the C compiler that it calls raise errors of many kinds
-        why = f'{type(e).__name__}: {" ".join(str(e).split())[:200]}'
+        why = f'{type(e).__name__}: {one_line(e)}'
     LOGGER.info(f"rounding by PyTorch's kernels, which is slower: those of Triton do not work here ({why})")
     return None
 

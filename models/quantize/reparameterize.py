@@ -23,7 +23,7 @@ from torch.nn.modules.module import register_module_module_registration_hook
 from torch.overrides import TorchFunctionMode
 
 from models import yolo
-from utils.qat.core.errors import QatError
+from utils.qat.core.errors import QatError, one_line
 from utils.qat.untrusted.model_yaml import require_network
 
 LAYERS = 8000  # modules at all depths, at most; upstream's largest model has 1800
@@ -94,9 +94,7 @@ def _in_one_line(source: str) -> Iterator[None]:
     except QatError:
         raise
     except Exception as e:  # layers that do not fit together raise errors of any kind
-        raise QatError(
-            f'{source}: upstream cannot build it ({type(e).__name__}: {" ".join(str(e).split())[:200]})'
-        ) from e
+        raise QatError(f'{source}: upstream cannot build it ({type(e).__name__}: {one_line(e)})') from e
 
 
 def tensor_shapes(layers: nn.Module) -> dict[str, tuple[int, ...]]:

@@ -32,7 +32,7 @@ from utils.qat.backends.aoti import AotPackage, compiled_layers
 from utils.qat.backends.file_model import FileModel
 from utils.qat.config.export import ExportConfig
 from utils.qat.core.command import run_apart
-from utils.qat.core.errors import QatError
+from utils.qat.core.errors import QatError, one_line
 from utils.qat.core.files import atomic
 from utils.qat.core.log import LOGGER
 from utils.qat.core.machine import instruction_flags
@@ -120,9 +120,7 @@ def _compile(
                 inductor_configs={'freezing': True, 'aot_inductor.metadata': metadata},
             )
         except (RuntimeError, torch._dynamo.exc.UserError) as e:
-            raise QatError(
-                f'--include aoti: AOTInductor cannot compile the model: {" ".join(str(e).split())[:300]}'
-            ) from e
+            raise QatError(f'--include aoti: AOTInductor cannot compile the model: {one_line(e, 300)}') from e
 
 
 class AotiFormat(Pt2Format):

@@ -21,7 +21,7 @@ from models.quantize.network import head_of
 from utils.qat.backends.file_model import open_file
 from utils.qat.backends.pt2 import require_pt2
 from utils.qat.config.tables import BACKENDS
-from utils.qat.core.errors import QatError
+from utils.qat.core.errors import QatError, one_line
 from utils.qat.core.files import atomic
 
 
@@ -117,7 +117,7 @@ class Pt2Format(Format):
         try:
             program = trace(on_integers(traced), images, config.half, config.dynamic)
         except torch._dynamo.exc.UserError as e:
-            raise QatError(f'torch.export cannot trace the model: {" ".join(str(e).split())[:200]}') from e
+            raise QatError(f'torch.export cannot trace the model: {one_line(e)}') from e
         with atomic(path) as tmp:
             metadata = json.dumps(package_metadata(export, images))
             torch.export.save(program, tmp, extra_files={'metadata.json': metadata})

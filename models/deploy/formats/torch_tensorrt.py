@@ -21,7 +21,7 @@ from models.deploy.quantize_op import quantize_op_program
 from utils.qat.backends.file_model import open_file
 from utils.qat.config.export import TorchTensorRT
 from utils.qat.core.command import command
-from utils.qat.core.errors import QatError, check
+from utils.qat.core.errors import QatError, check, one_line
 from utils.qat.core.files import atomic
 from utils.qat.core.log import LOGGER
 from utils.qat.engine.api import load_tensorrt, product
@@ -54,7 +54,7 @@ def load_torch_tensorrt(device: torch.device) -> ModuleType:
         import torch_tensorrt
         from modelopt.torch.quantization.extensions import get_cuda_ext
     except Exception as e:  # both raise plain exceptions at import
-        raise QatError(f'{FLAG}: torch_tensorrt cannot be loaded here ({" ".join(str(e).split())[:200]}); {get}') from e
+        raise QatError(f'{FLAG}: torch_tensorrt cannot be loaded here ({one_line(e)}); {get}') from e
     if tuple(map(int, torch_tensorrt.__version__.split('.')[:2])) < OLDEST:
         raise QatError(
             f'{FLAG}: Torch-TensorRT {torch_tensorrt.__version__} is installed; at least {".".join(map(str, OLDEST))} is needed: {get}'
@@ -182,7 +182,7 @@ class TorchTensorRTFormat(Format):
                 )
         except (RuntimeError, AssertionError, ValueError) as e:
             raise QatError(
-                f'{FLAG}: Torch-TensorRT {tt.__version__} did not take the model: {" ".join(str(e).split())[:300]}; '
+                f'{FLAG}: Torch-TensorRT {tt.__version__} did not take the model: {one_line(e, 300)}; '
                 'no file was written by that step. --include onnx takes another way to TensorRT'
             ) from e
         takes = f'batch {"of 1 to " * config.dynamic}{batch}'

@@ -16,7 +16,7 @@ import torch
 from typing_extensions import override
 
 from utils.qat.backends.pt2 import Pt2, image_shape
-from utils.qat.core.errors import QatError
+from utils.qat.core.errors import QatError, one_line
 from utils.qat.core.machine import instruction_flags
 from utils.qat.untrusted.program_archive import is_package, read_metadata
 from utils.qat.untrusted.torch_archive import Refused, plain_archive
@@ -105,7 +105,7 @@ class AotPackage(Pt2):
                 str(file), 'model', True, 1, device.index or 0 if device.type == 'cuda' else -1
             )
         except RuntimeError as e:
-            raise QatError(f'{file}: PyTorch cannot load it: {" ".join(str(e).split())[:200]}; {AGAIN}') from e
+            raise QatError(f'{file}: PyTorch cannot load it: {one_line(e)}; {AGAIN}') from e
 
     @property
     @override

@@ -18,7 +18,7 @@ from utils.qat.backends.detections import Detections
 from utils.qat.backends.session import Session, open_session
 from utils.qat.config.export import END2END, MASKS
 from utils.qat.config.tasks import load_task
-from utils.qat.core.errors import QatError
+from utils.qat.core.errors import QatError, one_line
 from utils.qat.data.masks import BoxMasks
 from utils.qat.untrusted.names import class_names
 
@@ -38,7 +38,7 @@ def stride_and_names(path: Path, metadata: dict[str, str]) -> tuple[int, dict[in
     except (ValueError, TypeError, SyntaxError, OverflowError, MemoryError, RecursionError) as e:
         raise QatError(
             f'--weights {path}: its metadata, stride {metadata.get("stride")!r:.40} and names {text!r:.40}, cannot be read '
-            f'({" ".join(str(e).split())[:100] or type(e).__name__}); export it with export_qat.py'
+            f'({one_line(e, 100) or type(e).__name__}); export it with export_qat.py'
         ) from e
     return stride, None if names is None else class_names(names, f'--weights {path}')
 

@@ -23,7 +23,7 @@ from typing_extensions import override
 
 from utils.qat.backends.session import Session, Signature
 from utils.qat.core.command import run_apart
-from utils.qat.core.errors import QatError
+from utils.qat.core.errors import QatError, one_line
 
 METADATA = 'metadata.json'  # member of the zip file that is appended to a .tflite file, where Ultralytics' package looks for it
 LARGEST_METADATA = 4_000_000  # bytes
@@ -167,14 +167,14 @@ class LiteRT(Session):
         try:
             self.model.set_tensor(self.inputs[0]['index'], _stored(images.cpu(), self.inputs[0]))
         except ValueError as e:
-            raise QatError(f'{self.file}: LiteRT cannot run it: {" ".join(str(e).split())[:200]}') from e
+            raise QatError(f'{self.file}: LiteRT cannot run it: {one_line(e)}') from e
 
     def compute(self) -> dict[str, torch.Tensor]:
         """Compute the outputs for the images of `give`, see `run`."""
         try:
             self.model.invoke()
         except RuntimeError as e:
-            raise QatError(f'{self.file}: LiteRT cannot run it: {" ".join(str(e).split())[:200]}') from e
+            raise QatError(f'{self.file}: LiteRT cannot run it: {one_line(e)}') from e
         found = {}
         for name, output in zip(OUTPUTS, self.outputs):
             values = _values(self.model.get_tensor(output['index']), output)

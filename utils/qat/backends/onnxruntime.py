@@ -21,7 +21,7 @@ from typing_extensions import (
 
 from utils.qat.backends.session import Session, Signature
 from utils.qat.config.export import PLUGIN
-from utils.qat.core.errors import QatError
+from utils.qat.core.errors import QatError, one_line
 from utils.qat.core.machine import onnx_options
 from utils.qat.graph.onnx_file import require_bounded
 from utils.qat.graph.onnx_graph import constants, is_half, replace_nodes
@@ -119,7 +119,7 @@ def run_graph(model: onnx.ModelProto, values: Mapping[str, torch.Tensor]) -> lis
         session = onnx_session(model.SerializeToString())
         return list(map(torch.from_numpy, session.run(None, {name: value.numpy() for name, value in values.items()})))
     except Exception as e:  # onnxruntime's exceptions share no public base class
-        raise QatError(f'ONNX Runtime cannot run the exported graph: {" ".join(str(e).split())[:300]}') from e
+        raise QatError(f'ONNX Runtime cannot run the exported graph: {one_line(e, 300)}') from e
 
 
 class OnnxRuntime(Session):
@@ -141,7 +141,7 @@ class OnnxRuntime(Session):
                 f'{self.file}: its NMS is {PLUGIN}, which TensorRT alone has; build an engine of it, or export with '
                 '--include onnx_end2end --nms standard'
             )
-        said = ' '.join(str(error).split())[:300]
+        said = one_line(error, 300)
         if verb == 'run' or 'MLFloat16' in said:  # some versions notice it when they load a file
             return QatError(f'{self.file}: ONNX Runtime cannot run it: {said}')
         return QatError(f'{self.file}: ONNX Runtime cannot load it: {said}')

@@ -12,7 +12,7 @@ import torch
 from typing_extensions import override
 
 from utils.qat.backends.session import Session, Signature
-from utils.qat.core.errors import QatError
+from utils.qat.core.errors import QatError, one_line
 from utils.qat.untrusted.program_archive import archive_of, is_package, read_program
 
 OUTPUTS = 'output0', 'output1'  # as an ONNX file names them
@@ -89,7 +89,7 @@ class Pt2(Session):
             try:
                 return dict(zip(OUTPUTS, self.call(images.to(self.device))))
             except RuntimeError as e:
-                raise QatError(f'{self.file}: cannot be run: {" ".join(str(e).split())[:200]}') from e
+                raise QatError(f'{self.file}: cannot be run: {one_line(e)}') from e
 
 
 class ExportedProgram(Pt2):
@@ -116,7 +116,7 @@ class ExportedProgram(Pt2):
         except Exception as e:  # torch raises whatever its reader met; what could run code was checked before
             raise QatError(
                 f'{file}: PyTorch {torch.__version__} cannot load it (written by '
-                f'{self.metadata.get("torch", "another one")[:20]}): {" ".join(str(e.__context__ or e).split())[:200] or type(e).__name__}; '
+                f'{self.metadata.get("torch", "another one")[:20]}): {one_line(e.__context__ or e) or type(e).__name__}; '
                 'export it with export_qat.py --include pt2'
             ) from e
         finally:

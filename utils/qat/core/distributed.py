@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Iterator
 from itertools import chain, zip_longest
 from typing import TYPE_CHECKING, Any
 
-from utils.qat.core.errors import QatError
+from utils.qat.core.errors import QatError, one_line
 
 if TYPE_CHECKING:
     import torch
@@ -73,9 +73,7 @@ def join(device: torch.device) -> None:
         try:
             dist.init_process_group('cpu:gloo,cuda:nccl' if device.type == 'cuda' else 'gloo', timeout=TIMEOUT)
         except (RuntimeError, ValueError) as e:
-            raise QatError(
-                f'the processes of torchrun do not find each other ({" ".join(str(e).split())[:200]}); {WITHOUT}'
-            ) from e
+            raise QatError(f'the processes of torchrun do not find each other ({one_line(e)}); {WITHOUT}') from e
 
 
 def leave() -> None:
@@ -96,8 +94,7 @@ def _of_all() -> Iterator[None]:
             yield
     except RuntimeError as e:  # gloo has no class for it
         raise QatError(
-            f'another process of torchrun failed, see what it said, or was silent for {TIMEOUT} '
-            f'({" ".join(str(e).split())[:200]})'
+            f'another process of torchrun failed, see what it said, or was silent for {TIMEOUT} ({one_line(e)})'
         ) from e
 
 

@@ -51,6 +51,11 @@ class QatError(Exception):
         return cut(visible(text))
 
 
+def one_line(text: object, most: int = 200) -> str:
+    """Return a text, such as that of an error, on one line of at most `most` characters."""
+    return ' '.join(str(text).split())[:most]
+
+
 def check(problems: Iterable[tuple[Any, str]]) -> None:
     """Raise one QatError with the messages of all problems found. problems: pairs (whether it is one, its message)."""
     bad = [text for is_bad, text in problems if is_bad]

@@ -6,7 +6,7 @@ import re
 from pathlib import Path
 from typing import Any
 
-from utils.qat.core.errors import QatError
+from utils.qat.core.errors import QatError, one_line
 from utils.qat.untrusted.json_schema import INDEX, POSITIVE, anything, between, items, read_json
 
 ID = int, str
@@ -54,9 +54,7 @@ def read_coco(
     try:
         content = read_json(file, {**kind, str: anything})
     except ValueError as e:
-        raise QatError(
-            f'{who}: no COCO JSON of objects ({" ".join(str(e).split())[:150]}); mend it, or fetch it again'
-        ) from e
+        raise QatError(f'{who}: no COCO JSON of objects ({one_line(e, 150)}); mend it, or fetch it again') from e
     images, categories = ({entry['id'] for entry in content[key]} for key in ('images', 'categories'))
     if len(images) < len(content['images']) or len(categories) < len(content['categories']):
         raise QatError(f'{who}: two of its images, or two of its categories, have the same id; mend it')

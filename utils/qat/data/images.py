@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from PIL import Image
 
-from utils.qat.core.errors import QatError
+from utils.qat.core.errors import QatError, one_line
 from utils.qat.core.files import waits
 from utils.qat.core.text import is_printable
 
@@ -60,7 +60,7 @@ def check_images(files: Iterable[str], flag: str, data: Path) -> None:
 
 def unreadable(file: str, reason: object = '') -> QatError:
     """Make the error for an image that cannot be read. reason: of a library, if it gave one."""
-    said = ' '.join(str(reason).split())[:200]
+    said = one_line(reason)
     return QatError(f'image {file}: cannot be read; mend or remove it' + f' ({said})' * bool(said))
 
 

@@ -15,7 +15,7 @@ from types import ModuleType
 from typing import Any
 
 from utils.qat.config.tables import BACKENDS
-from utils.qat.core.errors import QatError
+from utils.qat.core.errors import QatError, one_line
 from utils.qat.core.log import LOGGER
 
 OLDEST = (8, 6)  # version of TensorRT
@@ -68,7 +68,7 @@ def load_tensorrt(backend: str = 'tensorrt', flag: str = 'TensorRT') -> ModuleTy
         try:
             trt = importlib.import_module(name)
         except (ImportError, OSError) as e:  # OSError: a shared library of the bindings is missing
-            failed.append(' '.join(str(e).split())[:200])
+            failed.append(one_line(e))
             continue
         if not hasattr(trt, 'Builder'):  # the package index has placeholders with this name
             failed.append(f'the package {name} is only a placeholder')

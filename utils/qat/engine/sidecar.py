@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from utils.qat.core.command import command
-from utils.qat.core.errors import QatError
+from utils.qat.core.errors import QatError, one_line
 from utils.qat.core.files import sha256, write_json
 from utils.qat.untrusted.json_schema import INDEX, NONE, anything, misfit, read_json
 
@@ -103,7 +103,7 @@ def read_sidecar(engine: Path) -> dict[str, Any] | None:
         if wrong := misfit(content, CONTENT) or _lacking(content):
             raise ValueError(f'{wrong} is missing, or not what it writes')
     except ValueError as e:
-        raise QatError(f'{file}: damaged ({" ".join(str(e).split())[:150]}); {again}') from e
+        raise QatError(f'{file}: damaged ({one_line(e, 150)}); {again}') from e
     return content
 
 

@@ -9,7 +9,7 @@ from matplotlib.figure import Figure
 from utils.qat.config.qat import SensitiveConfig
 from utils.qat.config.settings import closing
 from utils.qat.config.tables import DEFAULT_TARGET, TARGETS
-from utils.qat.core.errors import QatError
+from utils.qat.core.errors import QatError, one_line
 from utils.qat.core.files import require_file, write_document, write_picture
 from utils.qat.core.machine import PACKAGES
 from utils.qat.core.text import escaped, image, literal, markdown_table, visible
@@ -141,9 +141,7 @@ def read_summary(
         if wrong := misfit(summary, SUMMARY) or _contradiction(summary):
             raise ValueError(f'{wrong} is not what it writes')
     except ValueError as e:
-        raise QatError(
-            f'--sensitive {path}: no summary of a sensitivity analysis ({" ".join(str(e).split())[:100]}); {again}'
-        ) from e
+        raise QatError(f'--sensitive {path}: no summary of a sensitivity analysis ({one_line(e, 100)}); {again}') from e
     made_for = load_target(summary['settings']['target'])
     if not made_for.places_as(target):
         raise QatError(

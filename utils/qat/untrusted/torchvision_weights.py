@@ -10,7 +10,7 @@ import torch
 import torchvision
 from torch import nn
 
-from utils.qat.core.errors import QatError
+from utils.qat.core.errors import QatError, one_line
 from utils.qat.core.files import is_network
 from utils.qat.core.log import LOGGER
 from utils.qat.untrusted.torch_archive import AGAIN
@@ -40,7 +40,7 @@ def network_with(state: Any, weights: Path) -> nn.Module:
         model.load_state_dict(dict(state))
     except RuntimeError as e:
         raise QatError(
-            f'--weights {weights}: these weights are not of {name}, whose name it begins with ({" ".join(str(e).split())[:150]})'
+            f'--weights {weights}: these weights are not of {name}, whose name it begins with ({one_line(e, 150)})'
         ) from e
     names = known.meta['categories']
     model.names = names if len(names) == classes else [str(i) for i in range(classes)]
@@ -91,7 +91,7 @@ def fetched(network: Path, folder: Path | None = None) -> Path:
     except (URLError, OSError, RuntimeError) as e:
         raise QatError(
             f'--weights {network}: no such file, and the pretrained weights of torchvision cannot be fetched '
-            f'({" ".join(str(e).split())[:100]}); fetch {url} elsewhere and give that file'
+            f'({one_line(e, 100)}); fetch {url} elsewhere and give that file'
         ) from e
     LOGGER.info(f'{name} of torchvision: {url} -> {file}')
     return file

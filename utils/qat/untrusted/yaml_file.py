@@ -9,7 +9,7 @@ from typing import Any
 
 import yaml
 
-from utils.qat.core.errors import QatError
+from utils.qat.core.errors import QatError, one_line
 
 LARGEST_YAML = 2_000_000  # bytes; the names of 20 000 classes are a quarter of it
 NODES = 100_000  # values, with all that aliases and merges repeat; 21 841 classes with their numbers are 44 000
@@ -87,4 +87,4 @@ def read_yaml(file: Path, flag: str) -> Any:
     except TooMuch as e:
         raise QatError(f'{flag} {file}: not read: {e}; is it another file?') from e
     except (yaml.YAMLError, ValueError, ArithmeticError, LookupError, TypeError, AttributeError) as e:
-        raise QatError(f'{flag} {file}: not valid YAML: {" ".join(str(e).split())[:300] or type(e).__name__}') from e
+        raise QatError(f'{flag} {file}: not valid YAML: {one_line(e, 300) or type(e).__name__}') from e

@@ -11,6 +11,7 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 
+from models.quantize.blocks import is_quantized
 from models.quantize.network import head_of
 from utils.qat.backends.pytorch import split_outputs, task_of
 from utils.qat.config.tables import DEFAULT_TARGET
@@ -123,32 +124,47 @@ def rounding_noise(model: nn.Module, images: torch.Tensor, theirs: Any, last_bit
     return max(moved.get(name, 0) for name in RELATIVE)
 
 
-def require_agreement(
-    traced: nn.Module, images: torch.Tensor, ours: Any, theirs: Any, engine: str, typing: str, quantized: bool
-) -> Agreement:
-    """Compare `ours`, the outputs of a written file in `engine`, with `theirs`, those of `traced`, on the same images.
+class Reference:
+    """A model's outputs for made images, with which those of a written file must agree.
 
-    `traced` is in the form of `traceable_copy`. `typing`, 'FP32' or 'FP16', is the type of everything that is not INT8. Raises
-    QatError if they differ by more than LIMITS, and by more than MARGIN times the rounding noise of the model.
+    Attributes:
+        traced: the model in the form of `traceable_copy`.
+        images: FP32 [batch, 3, H, W], normalized as the model wants them, on its device.
+        outputs: for these images.
     """
-    figures = output_differences(ours, theirs, engine)
-    limit, noise = LIMITS['INT8' if quantized else 'float', typing], 0.0
-    errors = {name: figures[name] for name in RELATIVE if name in figures}
 
-    def agree() -> bool:
-        return all(error <= limit for error in errors.values())
+    @torch.no_grad()
+    def __init__(self, model: nn.Module, batch: int, imgsz: Sequence[int]) -> None:
+        self.traced, self.quantized = traceable_copy(model), is_quantized(model)
+        device = next(model.parameters()).device
+        self.images = task_of(model).normalized(made_images(batch, imgsz)).to(device)
+        self.outputs = self.traced(self.images)
 
-    for seed in range(1, 1 + SAMPLES * quantized):
-        noise = max(noise, rounding_noise(traced, images, theirs, LAST_BITS[typing], seed))
-        limit = max(limit, MARGIN * noise)
-        if agree():
-            break
-    if not agree():
-        raise QatError(
-            f'{engine} differs from PyTorch by {", ".join(f"{e:.2%} ({name})" for name, e in errors.items())}, '
-            f'more than {limit:.1%}; no file was written'
-        )
-    return Agreement(noise=noise, limit=limit, **figures)
+    @torch.no_grad()
+    def require_agreement(self, ours: Any, engine: str, typing: str) -> Agreement:
+        """Compare `ours`, the outputs of a written file in `engine` for the same images.
+
+        `typing`, 'FP32' or 'FP16', is the type of everything that is not INT8. Raises QatError if they differ by more than LIMITS,
+        and by more than MARGIN times the rounding noise of the model.
+        """
+        figures = output_differences(ours, self.outputs, engine)
+        limit, noise = LIMITS['INT8' if self.quantized else 'float', typing], 0.0
+        errors = {name: figures[name] for name in RELATIVE if name in figures}
+
+        def agree() -> bool:
+            return all(error <= limit for error in errors.values())
+
+        for seed in range(1, 1 + SAMPLES * self.quantized):
+            noise = max(noise, rounding_noise(self.traced, self.images, self.outputs, LAST_BITS[typing], seed))
+            limit = max(limit, MARGIN * noise)
+            if agree():
+                break
+        if not agree():
+            raise QatError(
+                f'{engine} differs from PyTorch by {", ".join(f"{e:.2%} ({name})" for name, e in errors.items())}, '
+                f'more than {limit:.1%}; no file was written'
+            )
+        return Agreement(noise=noise, limit=limit, **figures)
 
 
 def metadata_of(model: nn.Module, kept_float: Sequence[str] = (), target: str = DEFAULT_TARGET) -> dict[str, Any]:

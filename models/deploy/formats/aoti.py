@@ -24,10 +24,9 @@ import torch
 import torch.nn as nn
 from typing_extensions import override
 
-from models.deploy.agreement import require_agreement
 from models.deploy.decomposed import StoredWeight, on_integers
 from models.deploy.formats.format import Export, Written
-from models.deploy.formats.pt2 import Pt2Format, package_metadata, trace, with_example
+from models.deploy.formats.pt2 import Pt2Format, package_metadata, reference_of, trace
 from utils.qat.backends.aoti import AotPackage, compiled_layers
 from utils.qat.backends.file_model import FileModel
 from utils.qat.config.export import ExportConfig
@@ -138,8 +137,8 @@ class AotiFormat(Pt2Format):
     def write(self, export: Export, path: Path) -> Written:
         LOGGER.info('compiling with AOTInductor: half a minute to some minutes')
         config, device = export.config, export.predict.device
-        traced, images, theirs = with_example(export)
-        integers = on_integers(traced, unsigned=True)
+        reference = reference_of(export)
+        images, integers = reference.images, on_integers(reference.traced, unsigned=True)
         int8, wanted = _int8_layers(integers) if export.int8 else ('', 0)
         kind = (
             {'gpu': '.'.join(map(str, torch.cuda.get_device_capability(device)))}
@@ -157,7 +156,7 @@ class AotiFormat(Pt2Format):
                 )
             _require_loading(tmp, device)
             ours, typing = FileModel(AotPackage(tmp, device))(images), 'FP16' if config.half else 'FP32'
-            agreement = require_agreement(traced, images, ours, theirs, 'AOTInductor', typing, export.int8)
+            agreement = reference.require_agreement(ours, 'AOTInductor', typing)
         written = self.report(export, path, f'AOTInductor package for {device.type}', agreement, *[int8] * bool(int8))
         written.warnings = [
             f'{path}: native code for this kind of machine and this PyTorch, which runs when it is loaded; each command '

@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch.overrides import TorchFunctionMode
 from typing_extensions import override
 
-from models.deploy.agreement import made_images, metadata_of, require_agreement, traceable_copy
+from models.deploy.agreement import Reference, metadata_of, traceable_copy
 from models.deploy.decomposed import GriddedWeight, RoundedActivation, on_integers
 from models.deploy.formats.format import Export, Format, Written, size_of
 from models.quantize.quantizers import named_quantizers
@@ -123,9 +123,7 @@ class LiteRTFormat(Format):
     @torch.no_grad()
     def write(self, export: Export, path: Path) -> Written:
         config, model = export.config, export.predict.model.cpu()
-        traced = traceable_copy(model)
-        images = export.predict.task.normalized(made_images(config.batch_size, config.imgsz))
-        theirs = traced(images)
+        reference = Reference(model, config.batch_size, config.imgsz)
         metadata = metadata_of(model, export.kept_float, export.target.name)
         metadata |= {'imgsz': list(config.imgsz), 'batch': config.batch_size}
         with atomic(path) as tmp:
@@ -133,7 +131,7 @@ class LiteRTFormat(Format):
             with zipfile.ZipFile(tmp, 'a') as archive:
                 archive.writestr(METADATA, json.dumps({key: str(value) for key, value in metadata.items()}))
             opened = open_file(tmp, CPU, 'litert')
-            agreement = require_agreement(traced, images, opened(images), theirs, 'LiteRT', 'FP32', export.int8)
+            agreement = reference.require_agreement(opened(reference.images), 'LiteRT', 'FP32')
         size = ' x '.join(map(str, config.imgsz))
         lines = [
             f'-> {path}, {size_of(path)}: batch {config.batch_size}, images of {size}',

@@ -20,13 +20,12 @@ import torch
 import torch.nn as nn
 from typing_extensions import override
 
-from models.deploy.agreement import Agreement, made_images, metadata_of, require_agreement, traceable_copy
+from models.deploy.agreement import Agreement, Reference, metadata_of, traceable_copy
 from models.deploy.formats.format import Export, Format, Written, size_of
 from models.quantize.convert import float_inside_blocks
 from models.quantize.network import head_of
 from models.quantize.quantizers import UNIT_SCALE, SiLUQuantizer, named_quantizers
 from utils.qat.backends.onnxruntime import run_graph
-from utils.qat.backends.pytorch import task_of
 from utils.qat.config.tables import DEFAULT_TARGET
 from utils.qat.core.errors import QatError
 from utils.qat.core.files import atomic
@@ -132,10 +131,8 @@ def export_onnx(
         scales = [q.scale.cpu().numpy() for q in quantizers]
         units = [np.float32(UNIT_SCALE)] * any(isinstance(q, SiLUQuantizer) for q in quantizers)
         onnx_passes.check_scales(graph, [*scales, *units])
-        images = made_images(2 if dynamic else batch, imgsz)
-        images = task_of(model).normalized(images)
-        theirs = traced(images.to(device))
-        returned = [theirs] if isinstance(theirs, torch.Tensor) else theirs
+        reference = Reference(model, 2 if dynamic else batch, imgsz)
+        returned = [reference.outputs] if isinstance(reference.outputs, torch.Tensor) else reference.outputs
         onnx_passes.set_output_shapes(graph, *(('batch' if dynamic else batch, *out.shape[1:]) for out in returned))
         simulated = {'simulated_in': ','.join(target.simulated_in)} if quantizers and target.simulated_in else {}
         made_for = target.name if quantizers else DEFAULT_TARGET
@@ -144,8 +141,8 @@ def export_onnx(
         onnx.checker.check_model(graph, full_check=True)
         onnx.save(graph, tmp)
 
-        ours, typing = run_graph(graph, {'images': images}), 'FP16' if half else 'FP32'
-        agreement = require_agreement(traced, images.to(device), ours, theirs, 'ONNX Runtime', typing, bool(quantizers))
+        ours = run_graph(graph, {'images': reference.images})
+        agreement = reference.require_agreement(ours, 'ONNX Runtime', 'FP16' if half else 'FP32')
         if layout:
             graph = layout(graph)
             onnx.checker.check_model(graph, full_check=True)

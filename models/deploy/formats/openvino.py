@@ -20,7 +20,7 @@ import torch
 import yaml
 from typing_extensions import override
 
-from models.deploy.agreement import made_images, require_agreement, traceable_copy
+from models.deploy.agreement import Reference
 from models.deploy.formats.format import Export, Format, Written, size_of
 from models.deploy.formats.onnx import typed_half
 from utils.qat.backends.file_model import FileModel
@@ -114,17 +114,15 @@ class OpenVINOFormat(Format):
             lines.append(f'quantized for {target.title}: {loses} (--target openvino)')
         return Written({self.name: path}, lines, low_scores=source.low_scores)
 
-    @torch.no_grad()
     def compare(self, session: OpenVINO, export: Export, source: onnx.ModelProto) -> None:
         """Raise QatError unless the outputs of the new files are PyTorch's, on made images. source: the ONNX graph."""
         batch, _, *imgsz = shape_of(source.graph.input[0])
-        images = export.predict.task.normalized(made_images(batch, imgsz))
-        found, traced = FileModel(session)(images), traceable_copy(export.predict.model).to(CPU)
+        reference = Reference(export.predict.model, batch, imgsz)
+        found = FileModel(session)(reference.images)
         if session.saturates:
             LOGGER.warning(f'{OVERFLOW}; so the file is written without a comparison with PyTorch')
             return
-        typing = 'FP16' if typed_half(export) else 'FP32'
-        require_agreement(traced, images, found, traced(images), 'OpenVINO', typing, export.int8)
+        reference.require_agreement(found, 'OpenVINO', 'FP16' if typed_half(export) else 'FP32')
 
     @override
     def backend(self, export: Export) -> str | None:

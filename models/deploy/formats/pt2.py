@@ -8,13 +8,12 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.nn as nn
 from typing_extensions import override
 
-from models.deploy.agreement import Agreement, made_images, metadata_of, require_agreement, traceable_copy
+from models.deploy.agreement import Agreement, Reference, metadata_of
 from models.deploy.decomposed import on_integers
 from models.deploy.formats.format import Export, Format, Written, size_of
 from models.quantize.network import head_of
@@ -85,15 +84,10 @@ def package_metadata(export: Export, images: torch.Tensor, **more: object) -> di
     return {key: str(value) for key, value in found.items()}
 
 
-def with_example(export: Export) -> tuple[nn.Module, torch.Tensor, Any]:
-    """Return a copy of the model that can be traced, images for the trace on the model's device, and its outputs for them.
-
-    With --dynamic the batch axis will be open, and there are two images.
-    """
-    config, predict = export.config, export.predict
-    traced = traceable_copy(predict.model)
-    images = made_images(2 if config.dynamic else config.batch_size, config.imgsz).to(predict.device)
-    return traced, images, traced(images)
+def reference_of(export: Export) -> Reference:
+    """Make the reference of a file, whose images are for the trace too: two with --dynamic, where the batch axis will be open."""
+    config = export.config
+    return Reference(export.predict.model, 2 if config.dynamic else config.batch_size, config.imgsz)
 
 
 class Pt2Format(Format):
@@ -113,16 +107,17 @@ class Pt2Format(Format):
     @torch.no_grad()
     def write(self, export: Export, path: Path) -> Written:
         config = export.config
-        traced, images, theirs = with_example(export)
+        reference = reference_of(export)
+        images = reference.images
         try:
-            program = trace(on_integers(traced), images, config.half, config.dynamic)
+            program = trace(on_integers(reference.traced), images, config.half, config.dynamic)
         except torch._dynamo.exc.UserError as e:
             raise QatError(f'torch.export cannot trace the model: {one_line(e)}') from e
         with atomic(path) as tmp:
             metadata = json.dumps(package_metadata(export, images))
             torch.export.save(program, tmp, extra_files={'metadata.json': metadata})
             ours, typing = open_file(tmp, images.device, 'pt2')(images), 'FP16' if config.half else 'FP32'
-            agreement = require_agreement(traced, images, ours, theirs, 'torch.export', typing, export.int8)
+            agreement = reference.require_agreement(ours, 'torch.export', typing)
         return self.report(export, path, 'exported program', agreement)
 
     def report(self, export: Export, path: Path, kind: str, agreement: Agreement, *more: str) -> Written:

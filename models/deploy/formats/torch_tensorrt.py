@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from typing_extensions import override
 
-from models.deploy.agreement import made_images, metadata_of, require_agreement, traceable_copy
+from models.deploy.agreement import Reference, metadata_of
 from models.deploy.formats.format import Export, Format, Written, size_of
 from models.deploy.quantize_op import quantize_op_program
 from utils.qat.backends.file_model import open_file
@@ -140,15 +140,15 @@ class TorchTensorRTFormat(Format):
         config, model, device = export.config, export.predict.model, export.predict.device
         tt, options, imgsz, batch = load_torch_tensorrt(device), config.torch_tensorrt, config.imgsz, config.batch_size
         program = quantize_op_program(model, imgsz, batch, config.dynamic, options.dtype == 'fp16')
-        reference, images = traceable_copy(model), made_images(batch, imgsz).to(device)
-        theirs, typing = reference(images), options.dtype.upper()
+        reference, typing = Reference(model, batch, imgsz), options.dtype.upper()
+        images = reference.images
         smallest, largest = (1 if config.dynamic else batch, 3, *imgsz), (batch, 3, *imgsz)
         settings = compile_settings(tt, device, smallest, largest, options, path)
         files, found = options.files(path), dict[Path, str]()
 
         def agree(file: Path, ours: Any) -> None:
             engine = f'Torch-TensorRT ({file.name})'
-            found[file] = str(require_agreement(reference, images, ours, theirs, engine, typing, export.int8))
+            found[file] = str(reference.require_agreement(ours, engine, typing))
 
         try:
             if {'ep', 'ts'} & set(files):

@@ -117,7 +117,9 @@ def run_graph(model: onnx.ModelProto, values: Mapping[str, torch.Tensor]) -> lis
     """Run a new graph on the CPU, Q and DQ as written. values: name of an input → tensor. Raises QatError if ONNX Runtime cannot."""
     try:
         session = onnx_session(model.SerializeToString())
-        return list(map(torch.from_numpy, session.run(None, {name: value.numpy() for name, value in values.items()})))
+        return list(
+            map(torch.from_numpy, session.run(None, {name: value.cpu().numpy() for name, value in values.items()}))
+        )
     except Exception as e:  # onnxruntime's exceptions share no public base class
         raise QatError(f'ONNX Runtime cannot run the exported graph: {one_line(e, 300)}') from e
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from utils.qat.engine.layers import FLOATS, Engine, Layer
 
-FINDINGS = {  # kind → meaning
+COSTS = {  # kind of finding → meaning
     'float output': 'INT8 convolutions that return float',
     'type change': 'reformats that change the data type',
     'no tensor cores': 'convolutions that do not run on tensor cores',
@@ -36,7 +36,7 @@ QUANTIZES = {*MOVES, 'Mul', 'Div', 'Min', 'Max', 'Clip', 'Roun'}
 class LayerFinding:
     """A layer that breaks a rule."""
 
-    kind: str  # a key of FINDINGS
+    kind: str  # a key of COSTS
     layer: Layer
     detail: str
     advice: str  # how to repair it

@@ -10,7 +10,7 @@ from typing import Any
 
 from utils.qat.core.files import atomic
 from utils.qat.core.text import markdown_table
-from utils.qat.engine.layer_rules import FINDINGS, LayerFinding, is_convolution, is_qdq, is_reformat, tensor_cores
+from utils.qat.engine.layer_rules import COSTS, LayerFinding, is_convolution, is_qdq, is_reformat, tensor_cores
 from utils.qat.engine.layers import Engine, Layer, Tensor
 from utils.qat.graph.onnx_graph import module_path
 
@@ -124,12 +124,12 @@ def engine_report(engine: Engine, findings: Sequence[LayerFinding], limit: int |
             for layer in sorted(engine.layers, key=lambda layer: -(layer.ms or 0))[:limit]
         ]
         lines += ['', markdown_table(('slowest', 'kind', 'types', 'ms', 'share'), slowest)]
-    of = {kind: [f for f in findings if f.kind == kind] for kind in FINDINGS}
+    of = {kind: [f for f in findings if f.kind == kind] for kind in COSTS}
     lines += [
         '',
         markdown_table(
             ('finding', 'layers', 'ms', 'share'),
-            [[FINDINGS[kind], *_time(engine, [f.layer for f in found])] for kind, found in of.items()],
+            [[COSTS[kind], *_time(engine, [f.layer for f in found])] for kind, found in of.items()],
         ),
     ]
     for kind, found in of.items():
@@ -137,7 +137,7 @@ def engine_report(engine: Engine, findings: Sequence[LayerFinding], limit: int |
             alike = [f for f in found if f.advice == advice]
             lines += [
                 '',
-                f'{FINDINGS[kind]}: {len(alike)}. What to do: {advice}.',
+                f'{COSTS[kind]}: {len(alike)}. What to do: {advice}.',
                 markdown_table(
                     ('layer', 'ms', 'share', 'what'),
                     [[short_name(f.layer), *_time(engine, [f.layer])[1:], f.detail] for f in alike[:limit]],

@@ -75,7 +75,7 @@ def dry_run(config: QuantizeConfig) -> None:
         file = checkpoint.CheckpointFile(fetched(config.weights, Path(scratch)))
         model = file.load_float()
     loaded = TorchModel(model)
-    config.check_model(loaded)
+    config.for_model(loaded)
     named = {path: type(m).__name__ for path, m in layers(model).items()}
     if config.exchanges:
         require_exchange(model, config)
@@ -161,7 +161,9 @@ def sensitive(config: SensitiveConfig, folder: Path | None) -> None:
     inputs = open_inputs(config)
     config = inputs.config
     require_known_head(inputs.model, 'sensitive', 'choose what stays in float with: python qat.py quantize --exclude')
-    loader = inputs.scored_images(square=True, limit=config.num_image or None, scored=config.metric != 'distortion')
+    loader = inputs.images.scored(
+        square=True, limit=config.num_image or None, need_labels=config.metric != 'distortion'
+    )
 
     folder = open_folder(inputs, folder)
     if config.exchanges:
@@ -169,9 +171,11 @@ def sensitive(config: SensitiveConfig, folder: Path | None) -> None:
         model = exchanged(inputs.model, config.activation, paths)
         calibration: dict[str, Any] = {'method': config.activation, 'biases': 'none', 'divergence': {}}
     else:
-        model, calibration = calibrated(inputs.model, inputs.calibration_images(), config, bar)
+        model, calibration = calibrated(inputs.model, inputs.images.calibration(), config, bar)
     times = {'calibrate': time.perf_counter() - start}
-    found = analyse(model, inputs.model, loader, inputs.data.names, config, calibration['biases'] != 'none', bar, times)
+    found = analyse(
+        model, inputs.model, loader, inputs.images.data.names, config, calibration['biases'] != 'none', bar, times
+    )
     times['all'] = time.perf_counter() - start
 
     summary = {

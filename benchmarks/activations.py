@@ -40,7 +40,7 @@ from utils.qat.core.command import Parser, run_command
 from utils.qat.core.files import require_data, require_file, write_json
 from utils.qat.core.log import quiet_upstream
 from utils.qat.core.text import markdown_table
-from utils.qat.data.loaders import calibration_images
+from utils.qat.data.loaders import Loaders
 from utils.qat.targets.target import load_target
 
 
@@ -110,7 +110,7 @@ def measure(args: argparse.Namespace, folder: Path) -> dict[str, dict[str, float
                     activation_only=args.only if activation != 'keep' else (),
                 )
                 data = teacher.task.load_data(args.data, teacher)
-                images = calibration_images(data, config, teacher.stride, CPU)
+                images = Loaders(data, config, teacher.stride, CPU).calibration()
                 model = teacher.model
                 if config.exchanges:
                     model = finished(exchanged(model, activation, chosen_activations(model, config)))

@@ -37,7 +37,7 @@ from utils.qat.core.log import quiet_upstream
 from utils.qat.core.machine import describe, select_device
 from utils.qat.core.text import markdown_table
 from utils.qat.data.dataset import load_data
-from utils.qat.data.loaders import calibration_images, spread_images, val_loader
+from utils.qat.data.loaders import Loaders
 from utils.qat.evaluation.evaluate import evaluate
 
 METHODS = [method for method in CALIB_METHODS if method != 'auto']
@@ -72,7 +72,7 @@ def ways(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
         reference = checkpoint.CheckpointFile(config.weights).load_float(device)
     predict = TorchModel(reference)
     data = load_data(config.data, predict.nc, masks=predict.task.masks)
-    val = list(val_loader(data, config, predict.stride))
+    val = list(Loaders(data, config, predict.stride).scored())
     shown = [batch[0].to(device).float() / 255 for batch in val]
     wanted = [HeadOutputs.of(reference.eval()(images)) for images in shown]
 
@@ -84,9 +84,9 @@ def ways(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
     yield scored('float', reference)
     model = deepcopy(reference)
     prepare(model, config)
-    images = calibration_images(data, config, predict.stride, device)
+    images = Loaders(data, config, predict.stride, device).calibration()
     histograms = collect_histograms(model, images)
-    fitted, _ = every_third(list(spread_images(images, COMPARED, config)))
+    fitted, _ = every_third(list(images.spread(COMPARED)))
     calibrate_weights(model)
     biases = {path: m.bias.detach().clone() for path, m in convs_with_bias(model)}
     for method in args.methods:

@@ -47,7 +47,7 @@ from utils.qat.core.machine import select_device
 from utils.qat.core.text import markdown_table
 from utils.qat.data.dataset import Data
 from utils.qat.data.image_folders import ImageFolders
-from utils.qat.data.loaders import calibration_images, val_loader
+from utils.qat.data.loaders import Loaders
 from utils.qat.evaluation.classes import ClassMetrics
 from utils.qat.evaluation.evaluate import evaluate
 from utils.qat.graph.openvino_model import load_openvino
@@ -165,7 +165,7 @@ def ours(
 ) -> torch.nn.Module:
     """Calibrate with this toolkit's defaults. times: see `quantized_by_nncf`."""
     times['ours, PTQ'] = {}
-    images = calibration_images(data, config, int(max(teacher.stride)), CPU)
+    images = Loaders(data, config, int(max(teacher.stride)), CPU).calibration()
     with stopwatch(times['ours, PTQ']):
         return calibrated(teacher, images, config, lambda it, *_, **__: it)[0]
 
@@ -194,7 +194,9 @@ def measure(args: argparse.Namespace, folder: Path) -> list[dict[str, Any]]:
     with quiet_upstream():
         teacher = TorchModel(checkpoint.CheckpointFile(args.weights).load_float(CPU))
         data = teacher.task.load_data(args.data, teacher)
-        images = [image for batch in calibration_images(data, config, teacher.stride, CPU) for image in batch.split(1)]
+        images = [
+            image for batch in Loaders(data, config, teacher.stride, CPU).calibration() for image in batch.split(1)
+        ]
         files = {'float': folder / 'float.onnx', 'ours, PTQ': folder / 'ptq.onnx'}
         write(teacher.model, 'float.onnx')
         write(ours(teacher.model, config, data, times), 'ptq.onnx')
@@ -205,7 +207,7 @@ def measure(args: argparse.Namespace, folder: Path) -> list[dict[str, Any]]:
     sessions = {name: OpenVINO(file, CPU) for name, file in files.items()}
     sessions |= {f'float, {name}': session for name, session in in_bf16(files['float'], images[0]).items()}
     timed = time_in_turns(sessions, images[0], args.rounds)
-    scored = list(val_loader(data, config, teacher.stride, square=True, limit=args.images)) if args.images else []
+    scored = list(Loaders(data, config, teacher.stride).scored(square=True, limit=args.images)) if args.images else []
     fastest = min(row['ms'] for name, row in timed.items() if name.startswith('NNCF'))
     return [
         {

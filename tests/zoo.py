@@ -38,7 +38,7 @@ from utils.qat.core.command import run_command
 from utils.qat.core.files import sha256
 from utils.qat.core.log import LOGGER, quiet_upstream
 from utils.qat.data.dataset import load_data
-from utils.qat.data.loaders import calibration_images, val_loader
+from utils.qat.data.loaders import Loaders
 
 torch.set_num_threads(1)  # one worker, one core; and sums come in the same order in every process
 
@@ -231,9 +231,9 @@ def calibrated_demo(demo):
     model, options, data = demo.float_model(), settings(), load_data(demo.data)
     quantize_model(model)
     tie_scales(model)
-    fit_ranges(model, calibration_images(data, options, 32, torch.device('cpu')), options)
+    fit_ranges(model, Loaders(data, options, 32, torch.device('cpu')).calibration(), options)
     checkpoint.save_quantized(demo.quantized, model, {'imgsz': list(options.imgsz)}, sha256(demo.single))
-    val_loader(data, EvalConfig(demo.single, demo.data, imgsz=128, workers=0), 32)
+    Loaders(data, EvalConfig(demo.single, demo.data, imgsz=128, workers=0), 32).scored()
     return demo
 
 
@@ -298,7 +298,7 @@ SMALL = {  # a quarter of the demo's convolutions: every idea of placement once,
 def learn(dual, data, steps=50):
     """Train `dual` in place on the validation images of `data`, at 64 and 128 pixels by turns."""
     content, options = load_data(data), {'weights': None, 'data': data, 'batch_size': 12, 'workers': 0}
-    batches = [next(iter(val_loader(content, EvalConfig(**options, imgsz=size), 32)))[:2] for size in (64, 128)]
+    batches = [next(iter(Loaders(content, EvalConfig(**options, imgsz=size), 32).scored()))[:2] for size in (64, 128)]
     dual.hyp = yaml.safe_load((REPO / 'demo' / 'hyp.yaml').read_text())
     dual.model[-1].bias_init()
     dual.requires_grad_(True).train()

@@ -14,7 +14,7 @@ from utils.qat.config.tables import BACKENDS
 from utils.qat.core.files import sha256, write_json
 from utils.qat.core.log import LOGGER, RESULT, bar
 from utils.qat.core.machine import versions
-from utils.qat.data.loaders import val_loader
+from utils.qat.data.loaders import Loaders
 from utils.qat.evaluation.compare import compare_models
 
 
@@ -26,7 +26,7 @@ class Verification:
         config, predict = export.config, export.predict
         self.export, self.data = export, predict.task.load_data(data, predict, '--verify')
         settings = LoaderConfig(batch_size=config.batch_size, imgsz=config.imgsz)
-        self.loader = val_loader(self.data, settings, predict.stride, square=True, limit=config.verify_images)
+        self.loader = Loaders(self.data, settings, predict.stride).scored(square=True, limit=config.verify_images)
 
     def keeps_limits(self) -> bool:
         """Compare each file that runs here with PyTorch. Returns whether all keep the limits."""

@@ -22,7 +22,7 @@ from models.quantize.quantizers import RoundedOnce
 from utils.qat.backends.pytorch import TorchModel, task_of
 from utils.qat.core.distributed import all_reduce
 from utils.qat.core.errors import QatError
-from utils.qat.data.images import channels_last
+from utils.qat.data.loaders import channels_last
 from utils.qat.evaluation.classes import agreement, divergence
 
 HEADS = 'Detect', 'DDetect', 'Segment', 'DSegment'

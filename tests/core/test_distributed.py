@@ -25,7 +25,7 @@ from utils.qat.core import distributed
 from utils.qat.core.errors import QatError
 from utils.qat.core.machine import select_device
 from utils.qat.data.dataset import load_data
-from utils.qat.data.loaders import calibration_images, val_loader
+from utils.qat.data.loaders import Loaders
 from utils.qat.evaluation.evaluate import evaluate
 from utils.qat.run.sensitivity_summary import FILE
 
@@ -203,7 +203,7 @@ from utils.qat.backends.pytorch import TorchModel
 from utils.qat.config.qat import EvalConfig, QuantizeConfig
 from utils.qat.data.dataset import load_data, load_hyp
 from utils.qat.evaluation.evaluate import evaluate
-from utils.qat.data.loaders import training_images, val_loader
+from utils.qat.data.loaders import Loaders
 
 job = torch.load(sys.argv[1], weights_only=False)
 cpu = select_device('cpu')
@@ -236,14 +236,14 @@ merge_histograms(histograms)
 result['histograms'] = [(h.counts, h.exponent, h.largest, h.ends) for h in histograms]
 
 options = EvalConfig(job['single'], job['data'], batch_size=job['batch'], imgsz=128, workers=0)
-result['metrics'] = evaluate(TorchModel(student()), val_loader(data, options, 32, shard=(me, 2)), data.names, cpu,
+result['metrics'] = evaluate(TorchModel(student()), Loaders(data, options, 32, shard=(me, 2)).scored(), data.names, cpu,
                              predictions_file=job['folder'] / 'pair.json').plain()
 
 model = student()
 if me:
     model.model[0].conv.bias.data += 1  # they need not agree before
 config = QuantizeConfig(job['single'], job['data'], hyp=job['hyp'], batch_size=job['batch'], imgsz=128, workers=0, epochs=2, lr=1e-4, amp='off')
-images = training_images(data, config, 32, cpu, load_hyp(job['hyp']), (me, 2))
+images = Loaders(data, config, 32, cpu, (me, 2)).training(load_hyp(job['hyp']))
 result['losses'] = [epoch.loss for epoch in finetune(model, teacher, images, config)]
 result['finetuned'] = state(model)
 torch.save(result, job['folder'] / f'{me}.pt')
@@ -330,7 +330,7 @@ def test_figures_and_detections_are_those_of_one_process(small, pair):
     first, second, folder = pair
     data, model = load_data(small.data), TorchModel(small.quantized_model())
     config = EvalConfig(small.single, small.data, batch_size=BATCH, imgsz=128, workers=0)
-    loader, alone = val_loader(data, config, 32), folder / 'alone.json'
+    loader, alone = Loaders(data, config, 32).scored(), folder / 'alone.json'
     metrics = evaluate(model, loader, data.names, CPU, predictions_file=alone)
     assert first['metrics'] == second['metrics'] == metrics.plain()
     assert alone.read_text() == (folder / 'pair.json').read_text()
@@ -344,8 +344,8 @@ def test_shards_are_the_batches_of_one_process(small, world):
     data, config = load_data(small.data), settings(batch_size=BATCH, calib_images=12)
     evaluation = EvalConfig(small.single, small.data, batch_size=BATCH, imgsz=128, workers=0)
     for make in (
-        lambda shard: calibration_images(data, config, 32, CPU, shard),
-        lambda shard: val_loader(data, evaluation, 32, shard=shard),
+        lambda shard: Loaders(data, config, 32, CPU, shard).calibration(),
+        lambda shard: Loaders(data, evaluation, 32, shard=shard).scored(),
     ):
 
         def images_of(shard, make=make):

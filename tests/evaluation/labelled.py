@@ -7,7 +7,7 @@ import torch
 
 from utils.qat.config.qat import EvalConfig
 from utils.qat.data.dataset import load_data
-from utils.qat.data.loaders import val_loader
+from utils.qat.data.loaders import Loaders
 
 CPU = torch.device('cpu')
 PERFECT = 0.995  # what upstream's interpolation makes of a perfect AP
@@ -16,7 +16,7 @@ PERFECT = 0.995  # what upstream's interpolation makes of a perfect AP
 def val_images(data, size=128, square=False, masks=False, limit=None, batch_size=4, **options):
     """The batches of the val images of a data YAML, for a stride of 32; options: of EvalConfig."""
     config = EvalConfig(Path('w.pt'), data, batch_size=batch_size, imgsz=size, workers=0, **options)
-    return val_loader(load_data(data, masks=masks), config, 32, square=square, limit=limit)
+    return Loaders(load_data(data, masks=masks), config, 32).scored(square=square, limit=limit)
 
 
 def labels_of(batches, images):

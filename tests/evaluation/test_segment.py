@@ -32,7 +32,7 @@ from utils.qat.backends.detections import Detections
 from utils.qat.backends.pytorch import task_of
 from utils.qat.core.errors import QatError
 from utils.qat.data.dataset import load_data
-from utils.qat.data.loaders import training_images
+from utils.qat.data.loaders import Loaders
 from utils.qat.data.masks import BoxMasks, PrototypeMasks, same_place_iou, true_masks
 from utils.qat.evaluation.detection_scores import IOUS, _correct
 from utils.qat.evaluation.evaluate import evaluate
@@ -329,7 +329,7 @@ def test_the_loss_on_labels_is_upstreams(data):
     hyp = {'cls_pw': 1.0, 'fl_gamma': 0.0}
     upstream = ComputeLoss(SimpleNamespace(model=model.model, parameters=model.parameters, hyp=hyp))
     ours = task_of(model).label_loss(model, 2.0)
-    batches = list(training_images(load_data(data, masks=True), config, 32, CPU))
+    batches = list(Loaders(load_data(data, masks=True), config, 32, CPU).training(labels=True))
     head_emits_raw_maps(model)
     for images, labels, masks in batches:
         assert masks[0].shape[1:] == (SIZE // 4, SIZE // 4)

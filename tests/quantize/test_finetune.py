@@ -22,10 +22,9 @@ from models.quantize.finetuning.training_step import (
     relative_error,
 )
 from models.quantize.quantizers import FixedScales, named_quantizers, quantizers_off
-from models.quantize.run.inputs import with_precision
 from utils.qat.core.errors import QatError
 from utils.qat.data.dataset import load_data, load_hyp
-from utils.qat.data.loaders import training_images
+from utils.qat.data.loaders import Loaders
 from utils.qat.tasks.label_losses import LabelLoss
 
 CPU = torch.device('cpu')
@@ -235,13 +234,13 @@ def test_the_loss_keeps_what_autograd_would(small):
 )
 def test_what_needs_a_gpu_is_refused_without_one(amp, compile, says):
     with pytest.raises(QatError, match=says):
-        with_precision(settings(amp=amp, compile=compile), torch.device('cpu'))
+        settings(amp=amp, compile=compile).on('cpu')
 
 
 @pytest.mark.parametrize('device, amp', [('cpu', 'off'), ('cuda', 'fp16')])
 def test_the_default_precision_is_that_of_the_device(device, amp):
     for given in (None, 'bf16'):
-        config = with_precision(settings(amp=given), torch.device(device))
+        config = settings(amp=given).on(device)
         assert config.amp == (given or amp)
 
 
@@ -358,7 +357,9 @@ def test_fixed_scales_change_nothing(small, share):
 def labelled(small, task_loss=1.0):
     """Batches with labels, as `quantize` loads them."""
     return list(
-        training_images(load_data(small.data), settings(task_loss=task_loss), 32, CPU, load_hyp(REPO / 'demo/hyp.yaml'))
+        Loaders(load_data(small.data), settings(task_loss=task_loss), 32, CPU).training(
+            load_hyp(REPO / 'demo/hyp.yaml'), task_loss > 0
+        )
     )
 
 

@@ -33,8 +33,7 @@ from models.quantize.quantizers import quantizers_off
 from utils.qat.backends.pytorch import TorchModel
 from utils.qat.core.log import unshown
 from utils.qat.data.dataset import load_data
-from utils.qat.data.images import channels_last
-from utils.qat.data.loaders import calibration_images
+from utils.qat.data.loaders import Loaders, channels_last
 
 BATCHES = [channels_last(image(96, 2, seed)) for seed in range(3)]  # as a TorchModel lays them
 
@@ -281,7 +280,7 @@ def test_a_correction_that_helps_is_kept(small):
 )
 def test_an_unusable_calibration_is_said(small, capsys, changes, said):
     config = settings(imgsz=96, calib_images=12, **changes)
-    images = calibration_images(load_data(small.data), config, 32, torch.device('cpu'))
+    images = Loaders(load_data(small.data), config, 32, torch.device('cpu')).calibration()
     _, found = ptq.calibrated(small.float_model(), images, config, unshown)
     text = capsys.readouterr().out
     assert said == (min(found['divergence'].values()) >= UNUSABLE) == ('unusable' in text) == ('--calib-images' in text)

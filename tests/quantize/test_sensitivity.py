@@ -25,8 +25,7 @@ from utils.qat.core.command import run_command
 from utils.qat.core.errors import QatError
 from utils.qat.core.log import unshown
 from utils.qat.data.dataset import load_data
-from utils.qat.data.images import channels_last
-from utils.qat.data.loaders import val_loader
+from utils.qat.data.loaders import Loaders, channels_last
 from utils.qat.graph.audit import audit
 from utils.qat.run.sensitivity_summary import FILE, summary_table, worst
 
@@ -35,7 +34,7 @@ CPU = torch.device('cpu')
 
 @pytest.fixture(scope='module')
 def loader(demo):
-    return list(val_loader(load_data(demo.data), settings(batch_size=4), 32, square=True))
+    return list(Loaders(load_data(demo.data), settings(batch_size=4), 32).scored(square=True))
 
 
 # ---- units --------------------------------------------------------------------------------------------------------------

@@ -37,7 +37,7 @@ from utils.qat.config.tables import TARGETS
 from utils.qat.core.errors import QatError
 from utils.qat.core.run_folder import DELIVERED
 from utils.qat.data.dataset import load_data
-from utils.qat.data.loaders import EpochBatches, TrainingImages, val_loader
+from utils.qat.data.loaders import EpochBatches, Loaders, TrainingImages
 from utils.qat.graph.audit import audit
 from utils.qat.graph.audit_rules import rules_of
 from utils.qat.run.sensitivity_summary import FILE, worst
@@ -261,7 +261,7 @@ def test_the_cost_of_each_exchange_is_ranked(small, summary):
     assert sorted(p for u in units for p in u['twins']) == sorted(exchangeable(small.float_model(), 'relu'))
     assert sum(u['flops'] for u in units) == content['flops'] and all(u['flops'] for u in units)
     assert content['int8']['divergence'] > max(u['distortion'] for u in units) > 0
-    batches = list(val_loader(load_data(small.data), settings(imgsz=64), 32, square=True))
+    batches = list(Loaders(load_data(small.data), settings(imgsz=64), 32).scored(square=True))
     unit = units[1]
     alone = finished(exchanged(small.float_model(), 'relu', unit['twins']))
     sums = torch.zeros(2, dtype=torch.float64)

@@ -19,7 +19,7 @@ from utils.qat.backends.file_model import open_file
 from utils.qat.backends.pytorch import TorchModel
 from utils.qat.core.errors import QatError
 from utils.qat.core.files import sha256
-from utils.qat.data.loaders import val_loader
+from utils.qat.data.loaders import Loaders
 from utils.qat.evaluation.evaluate import evaluate
 
 SIZE = classifiers.SIZE
@@ -66,7 +66,7 @@ def speaks_of_classes(folder, *texts):
 
 def score(model, folder):
     # the batches of the commands here: other shapes may take other kernels, whose sums end otherwise
-    loader = val_loader(model.task.load_data(folder / 'data', model), settings(imgsz=SIZE, batch_size=8), 32)
+    loader = Loaders(model.task.load_data(folder / 'data', model), settings(imgsz=SIZE, batch_size=8), 32).scored()
     return evaluate(model, loader, model.names, CPU, resample=True)
 
 

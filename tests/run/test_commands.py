@@ -21,7 +21,7 @@ from utils.qat.core.command import explain_out_of_memory
 from utils.qat.core.errors import QatError
 from utils.qat.core.log import quiet_upstream
 from utils.qat.data.dataset import load_data
-from utils.qat.data.loaders import val_loader
+from utils.qat.data.loaders import Loaders
 from utils.qat.evaluation.evaluate import evaluate
 
 SIZE = '128'
@@ -262,7 +262,7 @@ def test_upstream_val_and_detect_run_the_quantized_checkpoint(job):
     theirs = list(map(float, re.search(r'all +\d+ +\d+ +(\S+) +(\S+) +(\S+) +(\S+)', said).groups()))
     config = EvalConfig(weights, job / 'data/data.yaml', imgsz=int(SIZE), batch_size=4, workers=0)
     model = AsUpstream(*CheckpointFile(weights).load_quantized())
-    ours = evaluate(model, val_loader(data, config, 32), data.names, torch.device('cpu'))
+    ours = evaluate(model, Loaders(data, config, 32).scored(), data.names, torch.device('cpu'))
     assert theirs == pytest.approx([ours.precision, ours.recall, ours.ap50, ours.ap], abs=1e-3)
     best = report_of(job / 'runs/exp')['best']
     assert theirs[3] == pytest.approx(best['ap'], abs=0.02), 'on 8 images, a few roundings move AP by 0.003'

@@ -22,7 +22,7 @@ from utils.qat.core.errors import QatError
 from utils.qat.core.machine import versions
 from utils.qat.data.dataset import load_data, load_hyp
 from utils.qat.data.image_folders import ImageFolders, open_images
-from utils.qat.data.loaders import calibration_images, training_images, val_loader
+from utils.qat.data.loaders import Loaders
 from utils.qat.run.state import STATE
 
 CPU = torch.device('cpu')
@@ -32,7 +32,7 @@ HYP = {**load_hyp(REPO / 'demo/hyp.yaml'), 'mosaic': 0.7, 'mixup': 0.5, 'fliplr'
 def training(small, data=None, hyp=HYP, shard=(0, 1), **changes):
     """TrainingImages of 12 images."""
     config = settings(**{'batch_size': 5, 'imgsz': 64, **changes})
-    return training_images(data or load_data(small.data), config, 32, CPU, hyp, shard)
+    return Loaders(data or load_data(small.data), config, 32, CPU, shard).training(hyp, labels=config.task_loss > 0)
 
 
 def epoch_of(images, epoch):
@@ -58,7 +58,7 @@ def test_workers_change_no_image(small):
 def test_without_hyp_images_are_as_they_are(small):
     """They equal the calibration's images, each once, in another order each epoch."""
     images = training(small, hyp=None)
-    plain = torch.cat(list(calibration_images(load_data(small.data), settings(imgsz=64, calib_images=12), 32, CPU)))
+    plain = torch.cat(list(Loaders(load_data(small.data), settings(imgsz=64, calib_images=12), 32, CPU).calibration()))
     orders = []
     for epoch in (0, 1):
         shown = torch.cat(epoch_of(images, epoch))
@@ -143,12 +143,12 @@ def files_of(dataset):
 def test_the_split_takes_from_training_and_calibration(small, share, n):
     data = replace(load_data(small.data), val_split=share)
     config = settings()
-    held_out = files_of(val_loader(data, config, 32, split='held out').dataset)
+    held_out = files_of(Loaders(data, config, 32).scored(split='held out').dataset)
     trained = files_of(training(small, data).loader.dataset.dataset)
     everything = files_of(training(small).loader.dataset.dataset)
     assert len(held_out) == n and sorted(held_out + trained) == everything
-    assert files_of(calibration_images(data, config, 32, CPU).loader.dataset.dataset) == trained
-    val, without_split = (files_of(val_loader(d, config, 32).dataset) for d in (data, load_data(small.data)))
+    assert files_of(Loaders(data, config, 32, CPU).calibration().loader.dataset.dataset) == trained
+    val, without_split = (files_of(Loaders(d, config, 32).scored().dataset) for d in (data, load_data(small.data)))
     assert val == without_split
     places = [everything.index(f) for f in held_out]
     assert all(abs((b - a) - 12 / n) < 1 for a, b in itertools.pairwise(places)), 'evenly spread'
@@ -197,7 +197,7 @@ def shapes(small, tmp_path):
 
 def test_held_out_images_without_labels_choose_nothing(shapes):
     def held_out():
-        return val_loader(replace(shapes, val_split=0.1), settings(), 32, split='held out').dataset
+        return Loaders(replace(shapes, val_split=0.1), settings(), 32).scored(split='held out').dataset
 
     for file in held_out().label_files:
         Path(file).write_text('')
@@ -208,10 +208,10 @@ def test_held_out_images_without_labels_choose_nothing(shapes):
 @pytest.mark.parametrize('square', [False, True])
 def test_held_out_images_are_batched_as_a_val_set_of_them_is(shapes, tmp_path, square):
     config = settings(batch_size=2)
-    ours = val_loader(replace(shapes, val_split=0.5), config, 32, square, split='held out')
+    ours = Loaders(replace(shapes, val_split=0.5), config, 32).scored(square, split='held out')
     listing = tmp_path / 'list.txt'
     listing.write_text('\n'.join(files_of(ours.dataset)))
-    theirs = val_loader(replace(shapes, val=[listing]), config, 32, square)
+    theirs = Loaders(replace(shapes, val=[listing]), config, 32).scored(square)
     ours, theirs = list(ours), list(theirs)
     assert [batch[2:] for batch in ours] == [batch[2:] for batch in theirs]
     assert same([batch[:2] for batch in ours], [batch[:2] for batch in theirs])
@@ -221,7 +221,7 @@ def test_held_out_images_are_batched_as_a_val_set_of_them_is(shapes, tmp_path, s
 def test_no_augmentation_shows_a_held_out_image(shapes):
     """Mosaic and mixup choose among all images of a set. A colour that only held-out images have never appears."""
     split = replace(shapes, val_split=0.5)
-    for file in val_loader(split, settings(), 32, split='held out').dataset.im_files:
+    for file in Loaders(split, settings(), 32).scored(split='held out').dataset.im_files:
         cv2.imwrite(file, np.full_like(cv2.imread(file), (255, 0, 255)))
     hyp = {**HYP, 'mosaic': 1.0, 'mixup': 0.5, 'hsv_h': 0, 'hsv_s': 0, 'hsv_v': 0}
 

@@ -18,7 +18,7 @@ from utils.qat.backends.pytorch import TorchModel
 from utils.qat.config.qat import EvalConfig
 from utils.qat.core.command import run_command
 from utils.qat.data.dataset import load_data
-from utils.qat.data.loaders import val_loader
+from utils.qat.data.loaders import Loaders
 from utils.qat.evaluation.evaluate import evaluate
 from utils.qat.graph.onnx_graph import constants
 
@@ -30,7 +30,7 @@ FIGURES = 'precision', 'recall', 'ap50', 'ap'
 
 def loader_of(demo, square=False, data=None, **options):
     config = EvalConfig(demo.single, demo.data, batch_size=BATCH, imgsz=SIZE, workers=0, **options)
-    return val_loader(data or load_data(demo.data, masks=True), config, 32, square=square)
+    return Loaders(data or load_data(demo.data, masks=True), config, 32).scored(square=square)
 
 
 def metrics_of(demo, predict, loader=None):

@@ -23,7 +23,7 @@ from utils.qat.config.qat import EvalConfig
 from utils.qat.core.errors import QatError
 from utils.qat.core.files import in_tree
 from utils.qat.data.dataset import load_data
-from utils.qat.data.loaders import calibration_images, val_loader
+from utils.qat.data.loaders import Loaders
 
 HEIGHT, WIDTH = 96, 160
 QUICK = ('--batch-size', 4, '--workers', 0, '--device', 'cpu', '--exist-ok')
@@ -315,7 +315,7 @@ def test_the_images_and_their_labels_lie_where_the_client_puts_them(small, sides
     """The evaluation letterboxes pixel by pixel as scripts/infer_onnx.py does, and maps its boxes back to the image."""
     letterbox = program('scripts/infer_onnx.py').letterbox
     config = EvalConfig(small.single, small.data, batch_size=3, imgsz=sides, workers=0)
-    for images, targets, paths, shapes in val_loader(load_data(small.data), config, 32, square=True):
+    for images, targets, paths, shapes in Loaders(load_data(small.data), config, 32).scored(square=True):
         assert tuple(images.shape[2:]) == sides
         for i, (image, path) in enumerate(zip(images, paths)):
             original = cv2.imread(path)
@@ -351,5 +351,5 @@ def test_quantized_for_rectangles_from_checkpoint_to_score(small, tmp_path):
 
 
 def test_calibration_on_rectangles(small):
-    batches = calibration_images(load_data(small.data), settings(imgsz=(64, 96)), 32, torch.device('cpu'))
+    batches = Loaders(load_data(small.data), settings(imgsz=(64, 96)), 32, torch.device('cpu')).calibration()
     assert {tuple(images.shape[1:]) for images in batches} == {(3, 64, 96)}

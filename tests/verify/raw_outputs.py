@@ -17,7 +17,7 @@ from utils.qat.core.command import run_command
 from utils.qat.core.files import write_json
 from utils.qat.core.machine import select_device
 from utils.qat.data.dataset import load_data
-from utils.qat.data.loaders import val_loader
+from utils.qat.data.loaders import Loaders
 
 IMAGES = 8  # real ones: noise has no detections
 
@@ -32,7 +32,7 @@ def images_for(session, data, device):
     """IMAGES of the val images of a data YAML, FP32 [N, 3, H, W] in 0..1, letterboxed to the fixed size of a file."""
     ((height, width),) = (shape[2:] for shape in session.signature().inputs.values())
     settings = LoaderConfig(batch_size=1, imgsz=(height, width), workers=0, device=str(device))
-    loader = val_loader(load_data(data), settings, 32, square=True, limit=IMAGES)
+    loader = Loaders(load_data(data), settings, 32).scored(square=True, limit=IMAGES)
     return torch.cat([batch[0] for batch in loader]).float().to(device) / 255
 
 

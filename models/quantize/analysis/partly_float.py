@@ -16,7 +16,7 @@ from models.quantize.quantizers import Quantizer
 from utils.qat.backends.detections import prepared
 from utils.qat.backends.pytorch import TorchModel
 from utils.qat.core.distributed import all_reduce, from_first, is_first, merged
-from utils.qat.data.images import channels_last
+from utils.qat.data.loaders import channels_last
 from utils.qat.evaluation.chance import difference, difference_of_merit
 from utils.qat.evaluation.score_tables import score_keys
 

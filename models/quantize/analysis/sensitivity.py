@@ -25,7 +25,7 @@ from models.quantize.quantizers import Quantizer, quantizers_off
 from utils.qat.backends.detections import prepared
 from utils.qat.config.qat import SensitiveConfig
 from utils.qat.core.distributed import all_reduce, rank, world_size
-from utils.qat.data.images import channels_last
+from utils.qat.data.loaders import channels_last
 
 MEASURED = 10  # units with the highest estimate, which are measured
 
@@ -190,7 +190,7 @@ def analyse(
 ) -> dict[str, Any]:
     """Estimate the cost of INT8 in each unit of `model`, and measure it for the worst units; for all with --metric ap.
 
-    `loader` (loaders.val_loader) has this process's share of a torchrun. `corrected`: the biases of `model` are corrected.
+    `loader` (loaders.Loaders.scored) has this process's share of a torchrun. `corrected`: the biases of `model` are corrected.
     `times` gets the seconds of 'estimate' and 'measure'. Returns plain values for
     summary-sensitive-analysis.json: 'float', 'int8', 'flops' and 'units'.
     """

@@ -34,7 +34,7 @@ from utils.qat.config.qat import CANDIDATES, CalibrationConfig, QuantizeConfig
 from utils.qat.core.distributed import from_first
 from utils.qat.core.errors import QatError
 from utils.qat.core.log import LOGGER, unshown
-from utils.qat.data.loaders import Images, spread_images
+from utils.qat.data.loaders import Images
 from utils.qat.targets.target import load_target
 
 CORRECTED = ' + biases'  # follows the name of a method if the divergence was measured with corrected biases
@@ -208,7 +208,7 @@ def calibrated(
         model,
         reference,
         histograms,
-        list(spread_images(images, COMPARED, config)),
+        list(images.spread(COMPARED)),
         config,
         progress,
     )

@@ -20,7 +20,7 @@ from utils.qat.run.state import FLOAT, State
 class StageScorer:
     """Scores models as plain metrics, with 'against_float' once the float model is scored.
 
-    It scores on the images `split`, a key of state.resampled, in the batches of `loader` (loaders.val_loader). `state` gets the
+    It scores on the images `split`, a key of state.resampled, in the batches of `loader` (loaders.Loaders.scored). `state` gets the
     times, and the AP on resamples of each model. `progress` wraps an iterable, with a text, such as log.bar.
     """
 
@@ -28,7 +28,7 @@ class StageScorer:
         self, inputs: Inputs, state: State, split: str, loader: DataLoader, progress: Callable[..., Iterable]
     ) -> None:
         self.inputs, self.loader, self.progress = inputs, loader, progress
-        self.annotations = inputs.data.annotations if split == 'val' else None
+        self.annotations = inputs.images.data.annotations if split == 'val' else None
         self.suffix = '' if split == state.chosen_on else f', {split}'  # of names in the log
         self.resampled, self.times = state.resampled[split], state.times
 
@@ -69,7 +69,7 @@ class StageScorer:
         metrics = evaluate(
             predict,
             self.loader,
-            self.inputs.data.names,
+            self.inputs.images.data.names,
             self.inputs.device,
             annotations=self.annotations,
             progress=lambda it: self.progress(it, f'evaluating {text}'),

@@ -33,7 +33,7 @@ def run(inputs: Inputs, of_run: RunInputs, folder: Path) -> dict[str, Any]:
     loaders = {**of_run.scored, **({'train': learnt_from.loader} if learnt_from else {})}
     images = {name: len(loader.dataset) for name, loader in loaders.items()}
     if config.resume:
-        state = keeper.resume(images, inputs.data.file, describe(inputs.device))
+        state = keeper.resume(images, inputs.images.data.file, describe(inputs.device))
     else:
         state = new_state(inputs, images)
         keeper.start(state)
@@ -59,7 +59,7 @@ def new_state(inputs: Inputs, images: dict[str, int]) -> State:
         versions=versions(),
         device=describe(inputs.device),
         machine=machine(inputs.device),
-        classes={str(i): name for i, name in inputs.data.names.items()},
+        classes={str(i): name for i, name in inputs.images.data.names.items()},
         images=images,
         resampled={name: {} for name in images if name != 'train'},
     )

@@ -1,4 +1,4 @@
-"""The true objects in the images of a batch, and a model's detections in them."""
+"""The true objects or classes in the images of a batch, and a model's detections in them."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from utils.general import non_max_suppression
 
-from utils.qat.data.images import ClassTruth, unit_images
+from utils.qat.data.loaders import unit_images
 from utils.qat.data.masks import Masks, PrototypeMasks, true_masks
 
 # Upstream's letterboxing of an image: (height, width) of the original, ((scale of height, of width), padding (x, y))
@@ -36,6 +36,15 @@ class Truth:
 
 
 @dataclass
+class ClassTruth:
+    """The classes of the images of a batch."""
+
+    labels: torch.Tensor  # INT64 [B]
+    shape: tuple[int, int]  # of the model's input: height, width
+    paths: Sequence[str]  # of the images' files
+
+
+@dataclass
 class Detections:
     """The objects that a model found in an image, highest score first."""
 
@@ -50,7 +59,7 @@ class Detections:
 
 
 def prepared(batch: Sequence[Any], device: torch.device) -> tuple[torch.Tensor, Any]:
-    """Prepare a batch of a loader (loaders.val_loader) for a model on `device`, and for its scorer.
+    """Prepare a batch of a loader (loaders.Loaders.scored) for a model on `device`, and for its scorer.
 
     Returns images, FP32 [B, 3, H, W] in 0..1, and their Truth; for a classifier normalized images and a ClassTruth.
     """

@@ -11,7 +11,7 @@ from torch import nn
 
 from utils.qat.config.settings import Sides
 from utils.qat.config.tasks import Task, load_task
-from utils.qat.data.images import channels_last
+from utils.qat.data.loaders import channels_last
 
 LARGEST = 8192  # pixels; a larger size in a file is ignored
 

@@ -1,15 +1,16 @@
 """Settings of `qat.py` and `val_trt.py`."""
 
 from collections.abc import Iterable
-from dataclasses import KW_ONLY, MISSING, dataclass
+from dataclasses import KW_ONLY, MISSING, dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
 
 from utils.qat.config.common import OR_ALL, SEED, SHARE, SIZE, FolderConfig, LoaderConfig, scores
-from utils.qat.config.settings import Range, Sides, flag_of, option, run
+from utils.qat.config.settings import Range, Sides, flag_of, option, require_multiples, run
 from utils.qat.config.tables import CHECKPOINTS, DEFAULT_TARGET, EXPORTED, PREDICTING, TARGETS
 from utils.qat.config.tasks import TASKS, load_task
+from utils.qat.core.command import typed_sides
 from utils.qat.core.errors import QatError
 from utils.qat.core.files import in_tree, require_data, require_file, require_source, require_yaml
 
@@ -55,8 +56,11 @@ class ModelConfig(FolderConfig, LoaderConfig):
         require_file(self.weights, '--weights', self.SUFFIXES)
         require_data(self.data)
 
-    def check_model(self, model: Any) -> None:
-        """Raise QatError unless a model, with `task` and `kind`, fits the settings."""
+    def for_model(self, model: Any) -> Any:
+        """Resolve imgsz for a model, see file_model.py: its own, the user's, that of the quantization, or the usual one.
+
+        Raises QatError unless the model fits the settings.
+        """
         own = {name for task in TASKS for name in load_task(task).settings} - model.task.settings
         given = [flag_of(name) for name in sorted(own) if getattr(self, name) != getattr(type(self), name)]
         wanted = self.only_task and load_task(self.only_task)
@@ -68,6 +72,14 @@ class ModelConfig(FolderConfig, LoaderConfig):
             raise QatError(
                 f'{", ".join(given)}: only for a segmentation model, and {self.weights} is none ({model.kind}); leave it out'
             )
+        if model.imgsz and self.imgsz not in (None, model.imgsz):
+            typed, (height, width) = ' '.join(map(str, typed_sides(self.imgsz))), model.imgsz
+            raise QatError(
+                f'--imgsz {typed}: {self.weights} takes {height} x {width}; leave the flag out, or export again with --imgsz {typed}'
+            )
+        imgsz = model.imgsz or self.imgsz or model.quantized_for or model.task.imgsz
+        require_multiples(imgsz, model.stride)
+        return replace(self, imgsz=imgsz)
 
 
 @dataclass(frozen=True)
@@ -267,14 +279,24 @@ class QuantizeConfig(CalibrationConfig):
         metavar='FOLDER',
     )
 
-    @property
-    def learns_activations(self) -> bool:
-        """Whether the model has to learn other activation functions."""
-        return self.activation == 'relu'
-
     def precision(self, device: str) -> str:
         """Choose the precision of the fine-tuning on a type of device, such as 'cuda': --amp or its default."""
         return self.amp or ('fp16' if device == 'cuda' else 'off')
+
+    def on(self, device: str) -> 'QuantizeConfig':
+        """Resolve the defaults of --amp and, on a GPU, of --compile, for a type of device.
+
+        Raises QatError for --compile and FP16 without CUDA.
+        """
+        config = replace(self, amp=self.precision(device))
+        if device == 'cuda':
+            return config if config.compile is not None else replace(config, compile=not config.task_loss)
+        again = 'leave out' if not config.resume else 'start another run without'
+        if config.compile:
+            raise QatError(f'--compile: records a CUDA graph, and the device is {device}; {again} --compile')
+        if config.amp == 'fp16':
+            raise QatError(f'--amp fp16: only on a GPU, and the device is {device}; {again} --amp, or use bf16')
+        return config
 
     def plain(self) -> dict[str, Any]:
         """Return the settings of the run as JSON has them."""

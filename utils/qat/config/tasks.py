@@ -66,7 +66,7 @@ class Task(ABC):
 
     @abstractmethod
     def seen_as(self, imgsz: Sequence[int], square: bool) -> str:
-        """Describe in words how loaders.val_loader prepares images."""
+        """Describe in words how loaders.Loaders.scored prepares images."""
 
     def normalized(self, images: torch.Tensor) -> torch.Tensor:
         """Normalize images in 0..1 to the input range of the networks."""

@@ -10,6 +10,7 @@ import os
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from tokenize import TokenError
 from typing import Any
 
 import cv2
@@ -23,11 +24,10 @@ from utils.qat.config.common import LoaderConfig
 from utils.qat.config.settings import Sides
 from utils.qat.core.command import command
 from utils.qat.core.distributed import first_goes_ahead
-from utils.qat.core.errors import QatError
+from utils.qat.core.errors import QatError, one_line
 from utils.qat.core.files import require_yaml, waits
 from utils.qat.core.log import LOGGER, quiet_upstream
-from utils.qat.data.image_folders import ImageFolders, open_images
-from utils.qat.data.images import check_copies, check_images, held_out_files, unreadable
+from utils.qat.core.text import is_printable
 from utils.qat.untrusted.names import class_names
 from utils.qat.untrusted.plain_values import ARRAYS, MULTIARRAY, Values, array_state
 from utils.qat.untrusted.torch_archive import Call, Refused, read_pickle, without_collector
@@ -153,7 +153,7 @@ class MaskDataset(Readable, LoadImagesAndLabelsAndMasks):
 
 
 def open_dataset(
-    data: Any,
+    data: Data,
     split: str,
     config: LoaderConfig,
     stride: int,
@@ -165,8 +165,6 @@ def open_dataset(
     `split` is 'train', 'val' or 'held out' (training images that `data.val_split` removes from 'train'). `masks` are
     settings of upstream's dataset of masks; None = boxes only. `options` go to upstream's dataset.
     """
-    if isinstance(data, ImageFolders):
-        return open_images(data, split, config)
     key = 'val' if split == 'val' else 'train'
     cls = BoxDataset if masks is None else MaskDataset
     paths = getattr(data, key)
@@ -237,6 +235,66 @@ def _image_files(paths: Iterable[str | Path]) -> Iterator[str]:
             lines = p.read_text(errors='surrogateescape').strip().splitlines()
             files = (x.replace('./', str(p.parent) + os.sep, 1) if x.startswith('./') else x for x in lines)
         yield from (f for f in files if f.rsplit('.', 1)[-1].lower() in IMG_FORMATS)
+
+
+def check_images(files: Iterable[str], flag: str, data: Path) -> None:
+    """Raise QatError for an image whose name is not UTF-8 or has control characters, and for a pipe or a device.
+
+    Upstream hashes the names as UTF-8, and repeats them in messages. Opening a pipe blocks for ever.
+    """
+    for file in files:
+        try:
+            file.encode()
+        except UnicodeEncodeError as e:
+            raise QatError(f'{flag} {data}: the name of the image {os.fsencode(file)!r} is not UTF-8; rename it') from e
+        if not is_printable(file):
+            raise QatError(f'{flag} {data}: the name of the image {file} has control characters; rename it')
+        if waits(file):
+            raise QatError(f'image {file}: a pipe or a device, and no file; remove it')
+
+
+def unreadable(file: str, reason: object = '') -> QatError:
+    """Make the error for an image that cannot be read. reason: of a library, if it gave one."""
+    said = one_line(reason)
+    return QatError(f'image {file}: cannot be read; mend or remove it' + f' ({said})' * bool(said))
+
+
+def check_copies(files: Sequence[str], copies: Sequence[Path], sizes: Sequence[Sequence[int]]) -> None:
+    """Raise QatError unless upstream's copies of images are uint8 arrays of their sizes.
+
+    Upstream reads such a copy, IMG.npy beside IMG.jpg, in place of the image, if it exists. `sizes` are the width and height
+    of each image, in pixels.
+    """
+    for file, copy, (width, height) in zip(files, copies, sizes):
+        if not os.path.exists(copy):
+            continue
+        try:
+            if not os.path.isfile(copy):
+                raise ValueError('no file')
+            pixels = np.lib.format.open_memmap(copy, 'r')
+        # NumPy parses the header as Python
+        except (ValueError, TypeError, OverflowError, MemoryError, SyntaxError, TokenError) as e:
+            raise QatError(f'{copy}: no array of NumPy, and it is read in place of {file}; delete it') from e
+        if pixels.dtype != np.uint8 or pixels.shape != (height, width, 3):
+            raise QatError(
+                f'{copy}: {pixels.dtype} {list(pixels.shape)}, and it is read in place of {file}, which is uint8 '
+                f'{[int(height), int(width), 3]}; delete it'
+            )
+
+
+def held_out_files(names: Sequence[str], share: float) -> set[str]:
+    """Choose the files that --val-split holds out: evenly spread over the names, whatever their order and the seed.
+
+    So the share holds for each folder too, such as that of a class, up to rounding.
+    """
+    files = sorted(names)
+    n = round(share * len(files))
+    if not 0 < n < len(files):
+        raise QatError(
+            f'--val-split {share}: the training set has {len(files)} images, of which {n} would be held out and '
+            f'{len(files) - n} trained on; use another share, or leave it out'
+        )
+    return {files[(2 * i + 1) * len(files) // (2 * n)] for i in range(n)}
 
 
 AUGMENTATION = (

@@ -12,6 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import cv2
+import numpy as np
 import torch
 from torchvision.transforms import Normalize
 from utils.augmentations import IMAGENET_MEAN, IMAGENET_STD, CenterCrop, ToTensor
@@ -20,7 +22,7 @@ from utils.dataloaders import IMG_FORMATS
 from utils.qat.config.common import LoaderConfig
 from utils.qat.core.errors import QatError
 from utils.qat.core.text import visible
-from utils.qat.data.images import check_images, held_out_files, read_bgr, unreadable
+from utils.qat.data.dataset import check_images, held_out_files, unreadable
 from utils.qat.untrusted.names import class_names
 
 MEAN, STD = tuple(IMAGENET_MEAN), tuple(IMAGENET_STD)  # of RGB in 0..1
@@ -104,6 +106,17 @@ def load_image_folders(folder: Path, names: Mapping[int, str], flag: str = '--da
 def normalized(images: torch.Tensor) -> torch.Tensor:
     """Normalize images [B, 3, H, W] in 0..1 for a classifier."""
     return (images - images.new_tensor(MEAN)[:, None, None]) / images.new_tensor(STD)[:, None, None]
+
+
+def read_bgr(file: str) -> np.ndarray:
+    """Read an image by OpenCV: BGR, uint8 [H, W, 3]. Raises QatError if it cannot be read."""
+    try:
+        image: Any = cv2.imread(file)
+    except cv2.error as e:  # such as too many pixels
+        raise unreadable(file, e) from e
+    if image is None:
+        raise unreadable(file)
+    return image
 
 
 class ClassImages:

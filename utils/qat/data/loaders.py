@@ -3,11 +3,14 @@
 Under torchrun each process takes its share (rank, world) of the batches that a single process would make.
 """
 
+from __future__ import annotations
+
 import os
 import random
 import signal
 import threading
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -16,12 +19,10 @@ from torch.utils.data import BatchSampler, DataLoader, Subset, get_worker_info
 from utils.dataloaders import LoadImagesAndLabels
 
 from utils.qat.config.common import LabelledConfig, LoaderConfig
-from utils.qat.config.qat import CalibrationConfig, QuantizeConfig
 from utils.qat.config.settings import Sides
 from utils.qat.core.errors import QatError
 from utils.qat.data.dataset import Data, open_dataset, require_labels
-from utils.qat.data.image_folders import ImageFolders
-from utils.qat.data.images import channels_last, unit_images
+from utils.qat.data.image_folders import ImageFolders, open_images
 from utils.qat.data.masks import COARSE
 
 
@@ -49,6 +50,20 @@ class Loader(DataLoader):
     their own (matplotlib: "Invalid bounding box") or swallow it, so this class removes the handler.
     """
 
+    def __init__(self, dataset: Any, config: LoaderConfig, batches: Any, world: int = 1) -> None:
+        """Load `batches` of indices, in one of `world` processes that load at once."""
+        workers = min(config.workers, max(1, (os.cpu_count() or 1) // world), config.batch_size)
+        super().__init__(
+            dataset,
+            batch_sampler=batches,
+            num_workers=workers,
+            collate_fn=_collate,
+            persistent_workers=workers > 0,
+            pin_memory=config.device != 'cpu' and torch.cuda.is_available(),
+            generator=torch.Generator(),
+        )
+        self.config = config
+
     def __iter__(self) -> Iterator[Any]:
         before = signal.getsignal(signal.SIGCHLD)
         try:
@@ -60,25 +75,11 @@ class Loader(DataLoader):
             raise RuntimeError('DataLoader worker was killed while it handed over a batch') from e
 
 
-def _loader(dataset: Any, config: LoaderConfig, batches: Any, world: int = 1) -> Loader:
-    """Make a loader of batches of indices, for one of `world` processes that load at once."""
-    workers = min(config.workers, max(1, (os.cpu_count() or 1) // world), config.batch_size)
-    return Loader(
-        dataset,
-        batch_sampler=batches,
-        num_workers=workers,
-        collate_fn=_collate,
-        persistent_workers=workers > 0,
-        pin_memory=config.device != 'cpu' and torch.cuda.is_available(),
-        generator=torch.Generator(),
-    )
-
-
 def unshuffled(dataset: Any, config: LoaderConfig, shard: tuple[int, int] = (0, 1)) -> Loader:
     """Make batches of a dataset in its order. shard: (rank, world), for the batches rank, rank + world, ..."""
     rank, world = shard
     batches = list(BatchSampler(range(len(dataset)), config.batch_size, drop_last=False))
-    return _loader(dataset, config, batches[rank::world], world)
+    return Loader(dataset, config, batches[rank::world], world)
 
 
 def spread(dataset: Any, limit: int) -> Subset:
@@ -87,37 +88,18 @@ def spread(dataset: Any, limit: int) -> Subset:
     return Subset(dataset, [i * len(dataset) // n for i in range(n)])
 
 
-def val_loader(
-    data: Data | ImageFolders,
-    config: LoaderConfig,
-    stride: int,
-    square: bool = False,
-    limit: int | None = None,
-    split: str = 'val',
-    shard: tuple[int, int] = (0, 1),
-    scored: bool = True,
-) -> DataLoader:
-    """Make the batches of an evaluation as upstream's val.py does, or segment/val.py for a model with masks.
+def unit_images(images: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """Move images to `device`, and convert uint8 to FP32 in 0..1; other images are normalized already."""
+    images = images.to(device, non_blocking=True)
+    return images.float() / 255 if images.dtype == torch.uint8 else images.float()
 
-    `square` letterboxes to imgsz, as for a deployed model with a fixed input; otherwise images become padded rectangles,
-    unless height and width of imgsz differ. `limit` selects that many images, evenly spread, and needs `square`, because the
-    padding of a rectangle depends on its batch in the whole set. `scored` refuses images without any label.
 
-    Returns:
-        Batches (images uint8 [B, 3, H, W], targets [n, 6], paths, shapes), with masks a fifth, see detections.Truth.
+def channels_last(images: torch.Tensor) -> torch.Tensor:
+    """Convert CPU images to channels-last; on other devices return them unchanged.
+
+    All maps of a PyTorch model are then channels-last too, and its convolutions take a quarter less time.
     """
-    masks = {'downsample_ratio': config.mask_ratio, 'overlap': config.overlap} if data.masks else None
-    rect = not square and len(set(config.imgsz)) == 1
-    dataset = open_dataset(data, split, config, stride, masks, rect=rect, pad=0.5)
-    if scored and isinstance(data, Data):
-        require_labels(dataset, 'val' if split == 'val' else 'train', data)
-    return unshuffled(spread(dataset, limit) if limit else dataset, config, shard)
-
-
-def labelled_images(data: Data | ImageFolders, config: LabelledConfig, model: Any, imgsz: Sides) -> DataLoader:
-    """Make the batches of a command that takes any file: the val images as in `qat.py eval --square`."""
-    settings = LoaderConfig(batch_size=config.batch_size, imgsz=imgsz, workers=config.workers, device=model.device.type)
-    return val_loader(data, settings, model.stride, square=True, limit=config.images or None)
+    return images.contiguous(memory_format=torch.channels_last) if images.device.type == 'cpu' else images
 
 
 class Images:
@@ -127,33 +109,20 @@ class Images:
     in 0..1; and, where the data has them, the masks. For a classifier the labels are its classes, INT64 [B].
     """
 
-    def __init__(self, loader: DataLoader, device: torch.device, labels: bool = False) -> None:
+    def __init__(self, loader: Loader, device: torch.device, labels: bool = False) -> None:
         self.loader, self.device, self.labels = loader, device, labels
 
     def __len__(self) -> int:
         return len(self.loader)
 
+    def spread(self, limit: int) -> Images:
+        """Select at most `limit` images without labels, evenly spread, the same in every process."""
+        return Images(unshuffled(spread(self.loader.dataset, limit), self.loader.config), self.device)
+
     def __iter__(self) -> Iterator[Any]:
         for images, labels, _, *rest in self.loader:
             images, masks = channels_last(unit_images(images, self.device)), rest[1:]
             yield (images, labels.to(self.device, non_blocking=True), *masks) if self.labels else images
-
-
-def calibration_images(
-    data: Data | ImageFolders,
-    config: CalibrationConfig,
-    stride: int,
-    device: torch.device,
-    shard: tuple[int, int] = (0, 1),
-) -> Images:
-    """Make the batches of the calibration: `calib_images` of the training images, letterboxed, without augmentation."""
-    dataset = spread(open_dataset(data, 'train', config, stride), config.calib_images)
-    return Images(unshuffled(dataset, config, shard), device)
-
-
-def spread_images(images: Images, limit: int, config: LoaderConfig) -> Images:
-    """Select at most `limit` of the calibration images, evenly spread, the same in every process."""
-    return Images(unshuffled(spread(images.loader.dataset, limit), config), images.device)
 
 
 class Seeded:
@@ -220,28 +189,70 @@ class TrainingImages(Images):
             yield from super().__iter__()
 
 
-def training_images(
-    data: Data | ImageFolders,
-    config: QuantizeConfig,
-    stride: int,
-    device: torch.device,
-    hyp: dict[str, Any] | None = None,
-    shard: tuple[int, int] = (0, 1),
-) -> TrainingImages:
-    """Make the batches of a fine-tuning: training images in random order, with labels if config.task_loss is not 0.
+@dataclass(frozen=True)
+class Loaders:
+    """Opens the images of a data set in batches, for a model with the largest `stride`, in pixels.
 
-    Labels must exist in any case. The images of an epoch depend only on config.seed and its number, not on the number of
-    workers or on earlier epochs. Without `hyp`, see dataset.load_hyp, they are letterboxed as for calibration.
+    Under torchrun `shard`, (rank, world), is the share of this process.
     """
-    # as in segment/train.py
-    masks = {'downsample_ratio': COARSE, 'overlap': True} if data.masks and config.task_loss else None
-    dataset = open_dataset(data, 'train', config, stride, masks, augment=hyp is not None, hyp=hyp)
-    batches = EpochBatches(len(dataset), config.batch_size, config.seed, shard)
-    return TrainingImages(_loader(Seeded(dataset), config, batches, shard[1]), device, labels=config.task_loss > 0)
+
+    data: Data | ImageFolders
+    config: Any  # LoaderConfig; for a calibration CalibrationConfig, for a fine-tuning QuantizeConfig
+    stride: int
+    device: torch.device = torch.device('cpu')  # of the images for a calibration and a fine-tuning
+    shard: tuple[int, int] = (0, 1)
+
+    def scored(
+        self, square: bool = False, limit: int | None = None, split: str = 'val', need_labels: bool = True
+    ) -> Loader:
+        """Make the batches of an evaluation as upstream's val.py does, or segment/val.py for a model with masks.
+
+        `square` letterboxes to imgsz, as for a deployed model with a fixed input; otherwise images become padded rectangles,
+        unless height and width of imgsz differ. `limit` selects that many images, evenly spread, and needs `square`, because
+        the padding of a rectangle depends on its batch in the whole set. `split` is 'val' or 'held out'. `need_labels` refuses
+        images without any label.
+
+        Returns:
+            Batches (images uint8 [B, 3, H, W], targets [n, 6], paths, shapes), with masks a fifth, see detections.Truth.
+        """
+        masks = {'downsample_ratio': self.config.mask_ratio, 'overlap': self.config.overlap}
+        rect = not square and len(set(self.config.imgsz)) == 1
+        dataset = self._open(split, masks, rect=rect, pad=0.5)
+        if need_labels and isinstance(self.data, Data):
+            require_labels(dataset, 'val' if split == 'val' else 'train', self.data)
+        return unshuffled(spread(dataset, limit) if limit else dataset, self.config, self.shard)
+
+    def calibration(self) -> Images:
+        """Make the batches of the calibration: `calib_images` of the training images, letterboxed, without augmentation."""
+        dataset = spread(self._open('train'), self.config.calib_images)
+        return Images(unshuffled(dataset, self.config, self.shard), self.device)
+
+    def training(self, hyp: dict[str, Any] | None = None, labels: bool = False) -> TrainingImages:
+        """Make the batches of a fine-tuning: training images in random order, with `labels` for a loss on them.
+
+        Labels must exist in any case. The images of an epoch depend only on config.seed and its number, not on the number of
+        workers or on earlier epochs. Without `hyp`, see dataset.load_hyp, they are letterboxed as for calibration.
+        """
+        masks = {'downsample_ratio': COARSE, 'overlap': True} if labels else None  # as in segment/train.py
+        dataset = self._open('train', masks, augment=hyp is not None, hyp=hyp)
+        batches = EpochBatches(len(dataset), self.config.batch_size, self.config.seed, self.shard)
+        return TrainingImages(Loader(Seeded(dataset), self.config, batches, self.shard[1]), self.device, labels)
+
+    def _open(self, split: str, masks: dict[str, Any] | None = None, **options: Any) -> Any:
+        """Open the dataset of a split, see dataset.open_dataset; `masks` are settings of masks, if the data has any."""
+        if isinstance(self.data, ImageFolders):
+            return open_images(self.data, split, self.config)
+        return open_dataset(self.data, split, self.config, self.stride, masks if self.data.masks else None, **options)
+
+
+def labelled_images(data: Data | ImageFolders, config: LabelledConfig, model: Any, imgsz: Sides) -> Loader:
+    """Make the batches of a command that takes any file: the val images as in `qat.py eval --square`."""
+    settings = LoaderConfig(batch_size=config.batch_size, imgsz=imgsz, workers=config.workers, device=model.device.type)
+    return Loaders(data, settings, model.stride).scored(square=True, limit=config.images or None)
 
 
 def random_images(number: int, batch_size: int, imgsz: Sides, seed: int) -> Iterator[tuple]:
-    """Yield batches of noise, as `val_loader` makes them, without targets, paths and shapes."""
+    """Yield batches of noise, as `Loaders.scored` makes them, without targets, paths and shapes."""
     generator = torch.Generator().manual_seed(seed)
     for start in range(0, number, batch_size):
         yield (

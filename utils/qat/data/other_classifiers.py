@@ -5,6 +5,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from PIL import Image
 from torch.utils.data import DataLoader
 
 from utils.qat.config.common import LabelledConfig, LoaderConfig
@@ -12,7 +13,7 @@ from utils.qat.config.settings import Sides
 from utils.qat.core.errors import QatError
 from utils.qat.core.files import require_file
 from utils.qat.core.text import visible
-from utils.qat.data.images import check_images, read_rgb
+from utils.qat.data.dataset import check_images, unreadable
 from utils.qat.data.loaders import spread, unshuffled
 from utils.qat.untrusted.names import class_names
 
@@ -60,6 +61,15 @@ def _listed(file: Path, nc: int) -> dict[str, int]:
     if len(text) > LARGEST_LIST or len(lines) != nc or not all(line.split() for line in lines):
         raise QatError(f'--classes {file}: has {len(lines)} lines; expected {nc}, one for each output of the model')
     return {part: i for i, line in enumerate(lines) for part in (line.strip(), line.split()[0].rstrip(','))}
+
+
+def read_rgb(file: str) -> Image.Image:
+    """Read an image by Pillow, in RGB. Raises QatError if it cannot be read."""
+    try:
+        with open(file, 'rb') as content:
+            return Image.open(content).convert('RGB')
+    except Exception as e:  # Pillow's readers of a format raise whatever they meet in a damaged file
+        raise unreadable(file, e or type(e).__name__) from e
 
 
 def class_images(config: LabelledConfig, imgsz: Sides, model: Any) -> DataLoader:

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from utils.qat.data.images import ClassTruth
+from utils.qat.backends.detections import ClassTruth
 from utils.qat.evaluation.chance import draw_resamples
 
 TOP = 5

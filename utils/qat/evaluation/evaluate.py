@@ -56,7 +56,7 @@ def evaluate(
     Under torchrun every process calls this with its shard of the images, and all get the same metrics.
 
     The model takes images FP32 [B, 3, H, W] in 0..1, see file_model.py. With NMS inside it has its own conf_thres,
-    iou_thres and max_det. The batches are those of loaders.val_loader; `progress` wraps the loader.
+    iou_thres and max_det. The batches are those of loaders.Loaders.scored; `progress` wraps the loader.
 
     COCO's `annotations` add pycocotools' figures, `resample` adds Metrics.resampled, and `predictions_file` gets the
     detections as COCO JSON.

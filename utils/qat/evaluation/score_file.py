@@ -9,7 +9,7 @@ import torch
 
 from utils.qat.backends.file_model import FileModel
 from utils.qat.config.qat import EvalConfig
-from utils.qat.config.settings import Sides, closing, require_multiples
+from utils.qat.config.settings import closing
 from utils.qat.config.tables import TARGETS, backends_for
 from utils.qat.core.command import command, explain_out_of_memory, export_command, typed_sides
 from utils.qat.core.distributed import from_first, join, on_first, rank, world_size
@@ -19,7 +19,7 @@ from utils.qat.core.log import LOGGER, RESULT, bar, finish, log_to
 from utils.qat.core.machine import describe, machine, machine_table, select_device, versions
 from utils.qat.core.run_folder import run_folder
 from utils.qat.core.text import escaped, image, markdown_table
-from utils.qat.data.loaders import val_loader
+from utils.qat.data.loaders import Loaders
 from utils.qat.evaluation.chance import EXPLAINED, difference, in_words, plus_minus
 from utils.qat.evaluation.classes import ClassMetrics, distance
 from utils.qat.evaluation.detection_scores import Metrics, require_annotations
@@ -166,18 +166,6 @@ def _apart(configs: Sequence[EvalConfig]) -> Sequence[EvalConfig]:
     return [replace(config, name=f'{config.name}-{name}') for config, name in zip(configs, names)]
 
 
-def image_size(predict: Any, config: EvalConfig) -> Sides:
-    """Choose height and width of the images: the file's, the user's, the quantization's, or the usual ones, in this order."""
-    if predict.imgsz and config.imgsz not in (None, predict.imgsz):
-        given, (height, width) = ' '.join(map(str, typed_sides(config.imgsz))), predict.imgsz
-        raise QatError(
-            f'--imgsz {given}: {config.weights} takes {height} x {width}; leave the flag out, or export again with --imgsz {given}'
-        )
-    imgsz = predict.imgsz or config.imgsz or predict.quantized_for or predict.task.imgsz
-    require_multiples(imgsz, predict.stride)
-    return imgsz
-
-
 def warn_of_threshold(predict: Any, config: EvalConfig) -> None:
     """Warn if low-scored detections are left out.
 
@@ -209,13 +197,12 @@ def score_file(
     Only the first process of a torchrun needs the folder.
     """
     exported = isinstance(predict, FileModel)
-    config.check_model(predict)
-    config = replace(config, imgsz=image_size(predict, config))
+    config = config.for_model(predict)
     if baseline:
         _require_alike(predict, baseline, config)
     data = predict.task.load_data(config.data, predict)
     square = config.square or exported
-    loader = val_loader(data, config, predict.stride, square=square, shard=(rank(), world_size()))
+    loader = Loaders(data, config, predict.stride, shard=(rank(), world_size())).scored(square=square)
     require_annotations(data, loader.dataset.im_files)
 
     folder = from_first(folder)

@@ -67,7 +67,7 @@ class Classification(Task):
         return Labelled(labelled_images(data, config, model, imgsz), model.names, MEAN, STD)
 
     def seen_as(self, imgsz: Sequence[int], square: bool) -> str:
-        """Describe in words how loaders.val_loader prepares images."""
+        """Describe in words how loaders.Loaders.scored prepares images."""
         return f'as their middle in {imgsz[0]} x {imgsz[1]}'
 
     def normalized(self, images: torch.Tensor) -> torch.Tensor:

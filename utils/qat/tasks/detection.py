@@ -46,9 +46,9 @@ class Detection(Task):
     def require_labels(self, file: Path) -> None:
         """Raise QatError unless the val images of a data YAML have labels."""
         from utils.qat.data.dataset import load_data
-        from utils.qat.data.loaders import val_loader
+        from utils.qat.data.loaders import Loaders
 
-        val_loader(load_data(file), LoaderConfig(workers=0), 32, square=True)
+        Loaders(load_data(file), LoaderConfig(workers=0), 32).scored(square=True)
 
     def labelled(self, config: LabelledConfig, model: Any, imgsz: Sides) -> Labelled:
         """Open the val images of a data YAML, letterboxed to `imgsz` as in `qat.py eval --square`."""
@@ -58,7 +58,7 @@ class Detection(Task):
         return Labelled(labelled_images(data, config, model, imgsz), data.names)
 
     def seen_as(self, imgsz: Sequence[int], square: bool) -> str:
-        """Describe in words how loaders.val_loader prepares images."""
+        """Describe in words how loaders.Loaders.scored prepares images."""
         height, width = imgsz
         if height == width and not square:
             return f'as padded rectangles of up to {height} x {width}'

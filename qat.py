@@ -20,7 +20,7 @@ from utils.qat.config.common import FolderConfig
 from utils.qat.config.qat import EvalConfig, QuantizeConfig, SensitiveConfig
 from utils.qat.config.settings import add_options, settings_of, typed_words
 from utils.qat.config.tables import CHECKPOINTS, EXPORTED
-from utils.qat.core.command import Parser, command, explain_out_of_memory, run_command
+from utils.qat.core.command import Parser, command, explain_out_of_memory, repeated, resumable, run_command
 from utils.qat.core.distributed import from_first, leave, on_first
 from utils.qat.core.errors import QatError
 from utils.qat.core.files import is_network, require_source
@@ -120,14 +120,29 @@ def quantize(config: QuantizeConfig, folder: Path | None) -> None:
     folder: see run_folder.run_folder. With config.resume it has an interrupted run, which continues.
     """
     from models.quantize.run.inputs import open_inputs, open_run
-    from models.quantize.run.stages import run
+    from models.quantize.run.keeper import Keeper
+    from models.quantize.run.scorer import StageScorer
+    from models.quantize.run.stages import run_ptq, run_qat, score_on_val
     from utils.qat.core.run_folder import DELIVERED
     from utils.qat.run.report import conclusions, export_of_run, run_table
+    from utils.qat.run.state import STATE
 
     inputs = open_inputs(config)
     of_run = open_run(inputs)
     folder = open_folder(inputs, folder)
-    report = run(inputs, of_run, folder)
+    keeper = Keeper(folder, inputs, of_run.numbers)
+    scorers = {split: StageScorer(inputs, keeper.state, split, loader, bar) for split, loader in of_run.scored.items()}
+    scorer = scorers[keeper.state.chosen_on]
+    with resumable(folder / STATE, repeated('qat.py', 'quantize', '--resume', folder)):
+        if of_run.calibration and not keeper.state.ptq:
+            run_ptq(inputs, of_run.calibration, scorer, keeper)
+        of_run.calibration = None  # ends the processes that load its images
+        if of_run.training:
+            run_qat(inputs, of_run.training, scorer, keeper)
+        if scorer is not scorers['val']:
+            score_on_val(scorers['val'], keeper)
+        keeper.finish()
+    report = keeper.state.report()
 
     seen = f'images {inputs.task.seen_as(inputs.config.imgsz, False)}'
     LOGGER.log(RESULT, '\n'.join(('', seen, '', run_table(report, brief=True), '', *conclusions(report), '')))

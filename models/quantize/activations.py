@@ -2,7 +2,7 @@
 
 SiLU takes a quarter of the time of an INT8 network, because an engine computes its exponential in float. A polynomial in its
 place changes the outputs less than rounding does. A ReLU costs nothing, but with it the model has to learn to reproduce the
-unchanged one (finetuning/adapt.py). The model is then quantized like any float model.
+unchanged one (`adapt` in finetuning/loop.py). The model is then quantized like any float model.
 
 The class path of PolynomialSiLU is a file format, because checkpoints pickle it. Do not rename or move it.
 """

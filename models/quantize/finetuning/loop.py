@@ -8,20 +8,24 @@ as calibrated.
 import math
 import time
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import islice
 from typing import Any
 
 import torch
 import torch.nn as nn
 
+from models.quantize.activations import exchanges
 from models.quantize.finetuning.training_step import GraphedStep, NotFinite, TrainingStep
 from models.quantize.network import layers as layers_of
 from utils.qat.backends.pytorch import task_of
 from utils.qat.config.qat import QuantizeConfig
 from utils.qat.core.distributed import take_from_first
 from utils.qat.core.errors import QatError
+from utils.qat.data.loaders import TrainingImages
 
+ADAPTATION_RATE = 1e-3  # the highest learning rate of an adaptation
+EXCHANGED_AT = 0.6  # share of the steps of an adaptation after which only the new functions are left
 LOOK_EVERY = 50  # steps between two checks of the device; the host waits for each check
 
 
@@ -126,3 +130,25 @@ def finetune(
         yield Epoch(
             number, torch.stack(losses).mean().item(), len(losses), time.perf_counter() - start, step.state_dict()
         )
+
+
+def adapt(
+    student: nn.Module,
+    teacher: nn.Module,
+    images: TrainingImages,
+    config: QuantizeConfig,
+    progress: Callable[[Iterator, int, int], Iterable] | None = None,
+    after: Epoch | None = None,
+) -> Iterator[Epoch]:
+    """Teach an exchanged float model (see activations.exchanged) in place, and yield after each epoch, see `finetune`.
+
+    The functions change gradually: all at once the network begins with no detection at all, and ends lower. Quantizers are not there yet,
+    so the calibration that follows sees the values of the model that was learnt. There are config.activation_epochs epochs of
+    config.iters steps, whatever the number of images.
+    """
+    share = next(iter(exchanges(student).values())).share
+    images.passes = -(-config.iters // len(images.loader))
+    learning = replace(config, epochs=config.activation_epochs, lr=ADAPTATION_RATE, task_loss=0.0)
+    yield from finetune(
+        student, teacher, images, learning, progress, after, lambda done: share.fill_(min(1.0, done / EXCHANGED_AT))
+    )

@@ -49,6 +49,7 @@ class CalibrationInputs:
 class RunInputs:
     """The images of a `quantize` run, and its float blocks, which `sensitive` does not need."""
 
+    numbers: dict[str, int]  # of images of 'val', 'held out' and 'train'
     scored: dict[str, DataLoader]  # 'val', and 'held out' if images are held out
     # None for a resumed run; but one with --activation may have been interrupted before the calibration
     calibration: CalibrationInputs | None
@@ -98,4 +99,8 @@ def open_run(inputs: Inputs) -> RunInputs:
         adaptation = images.training(hyp or varied) if config.activation == 'relu' else None
         calibration = CalibrationInputs(images.calibration(), float_blocks, adaptation)
     training = images.training(hyp, labels=config.task_loss > 0) if config.epochs else None
-    return RunInputs(scored, calibration, training)
+    loaders = dict(scored)
+    learnt = training or (calibration and calibration.adaptation)
+    if learnt:
+        loaders['train'] = learnt.loader
+    return RunInputs({name: len(loader.dataset) for name, loader in loaders.items()}, scored, calibration, training)

@@ -1,69 +1,85 @@
-"""The files of a `quantize` run: write the results of the stages, and read them for a resumed run.
+"""The state of a `quantize` run and its files: write the results of the stages, and read them for a resumed run.
 
 Every file but the log is complete at any moment. All processes of a torchrun call the same methods; only the first writes.
 """
 
 import os
 import shutil
-from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-import torch
 import torch.nn as nn
 
 from models.quantize.blocks import is_quantized
 from models.quantize.checkpoint import CheckpointFile, save_float, save_quantized
+from models.quantize.run.inputs import Inputs
+from models.quantize.run.scorer import StageScorer
 from utils.qat.backends.pytorch import task_of
 from utils.qat.core.distributed import from_first, is_first, on_first
 from utils.qat.core.errors import QatError
-from utils.qat.core.files import TEMPORARY, atomic
+from utils.qat.core.files import TEMPORARY, atomic, write_torch
 from utils.qat.core.log import LOGGER
-from utils.qat.core.machine import versions
+from utils.qat.core.machine import describe, machine, versions
 from utils.qat.core.run_folder import DELIVERED
 from utils.qat.evaluation.score_tables import score_cells
 from utils.qat.run.report import write_report
-from utils.qat.run.state import STATE, State, write_state
+from utils.qat.run.state import FORMAT, STATE, State
 
 UNSCORED = 'weights/.unscored.pt'  # a model before its name is known
 
 
 class Keeper:
-    """Writes and reads the files of a run in `folder`, PROJECT/NAME.
+    """Keeps the `state` of a run and the models of its stages in `folder`, PROJECT/NAME.
 
-    `weights` is the file of the float model, `sha256` its hash in hex digits, and `device` that of the models that are loaded.
+    `images` has the numbers of images of 'val', 'held out' and 'train'. With config.resume the state is that of the interrupted
+    run; a new run deletes the unfinished files of an earlier one.
+
+    Raises:
+        QatError: the run cannot be resumed; or the float model has the name that the run gives its best model.
     """
 
-    def __init__(self, folder: Path, weights: Path, sha256: str, device: torch.device) -> None:
-        self.folder, self.weights, self.sha256, self.device = folder, weights, sha256, device
+    def __init__(self, folder: Path, inputs: Inputs, images: dict[str, int]) -> None:
+        self.folder, self.weights, self.sha256, self.device = (
+            folder,
+            inputs.config.weights,
+            inputs.sha256,
+            inputs.device,
+        )
+        if inputs.config.resume:
+            from utils.qat.run.resume import read_state  # here, because few runs need it
 
-    def start(self, state: State) -> None:
-        """Delete an earlier run's unfinished files from the folder, and write the first report.
-
-        Raises QatError if the float model has the name that the run gives its best model.
-        """
-        if (self.folder / DELIVERED).resolve() == self.weights.resolve():
+            self.state = read_state(folder)  # read again, because now no other process writes it
+            self._require_images(images, inputs.images.data.file)
+            self._note_changes()
+            return
+        if (folder / DELIVERED).resolve() == self.weights.resolve():
             raise QatError(f'--weights {self.weights}: the run would write its best model there; choose another --name')
-        on_first((self.folder / 'weights').mkdir)(exist_ok=True)
+        self.state = State(
+            settings=inputs.config.plain(),
+            versions=versions(),
+            device=describe(self.device),
+            machine=machine(self.device),
+            classes={str(i): name for i, name in inputs.images.data.names.items()},
+            images=images,
+            resampled={name: {} for name in images if name != 'train'},
+        )
+        on_first((folder / 'weights').mkdir)(exist_ok=True)
         self.clear_up()
         self._forget()
-        self.report(state)
+        self.report()
 
-    def resume(self, images: Mapping[str, int], data: Path, device: str) -> State:
-        """Read the state of the interrupted run. The numbers of images must match; other library versions change figures slightly.
-
-        `images` has the numbers now, of 'val', 'held out' and 'train'; `data` and `device` are for messages. Raises QatError if the run
-        cannot be resumed.
-        """
-        from utils.qat.run.resume import read_state  # here, because few runs need it
-
-        state = read_state(self.folder)  # read again, because now no other process writes it
-        if images != state.images:
+    def _require_images(self, images: dict[str, int], data: Path) -> None:
+        """Raise QatError unless there are as many images as when the run was started."""
+        if images != self.state.images:
             raise QatError(
-                f'--resume {self.folder}: {data} had {state.images} images when the run was started, and has {images}; '
+                f'--resume {self.folder}: {data} had {self.state.images} images when the run was started, and has {images}; '
                 'put the old ones back, or start a new run'
             )
-        now, before = {**versions(), 'device': device}, {**state.versions, 'device': state.device}
+
+    def _note_changes(self) -> None:
+        """Warn of other library versions or another device, which change figures slightly, and report them."""
+        state = self.state
+        now, before = {**versions(), 'device': describe(self.device)}, {**state.versions, 'device': state.device}
         changed = {k: v for k, v in now.items() if v != before[k]}
         if changed:
             LOGGER.warning(
@@ -72,20 +88,17 @@ class Keeper:
             )
             epoch = state.training['number'] if state.training else 0
             state.changed[f'after epoch {epoch}'] = changed
-        return state
 
-    def save(
-        self, model: nn.Module, stage: str, state: State, score: Callable[[nn.Module], dict[str, Any]] | None
-    ) -> dict[str, Any]:
-        """Save a model, quantized or in float, and score the model of the file.
+    def save(self, model: nn.Module, stage: str, name: str, scorer: StageScorer | None) -> dict[str, Any]:
+        """Save the model of a stage, quantized or in float, and score the model of the file.
 
         The name of the file has the score, so the file is hidden until the score is known.
 
         Args:
             model: calibrated, or with other activation functions than the float model of the run.
             stage: start of the file's name.
-            state: its settings go into the file.
-            score: model → plain metrics; None = it is not scored.
+            name: of the model among the scored ones.
+            scorer: None = it is not scored.
 
         Returns:
             The metrics, and 'file', the path in the folder.
@@ -93,11 +106,11 @@ class Keeper:
         unscored = self.folder / UNSCORED
         try:
             if is_quantized(model):
-                recipe = {**state.settings, 'kept_float': state.kept_float}
+                recipe = {**self.state.settings, 'kept_float': self.state.kept_float}
                 on_first(save_quantized)(unscored, model, recipe, self.sha256)
             else:
                 on_first(save_float)(unscored, model, self.sha256)
-            metrics = score(self._load(unscored)[0]) if score else {}
+            metrics = scorer.of_quantized(self._load(unscored)[0], name) if scorer else {}
             key = task_of(model).keys[0]
             value = score_cells(metrics)[0] if metrics else 'unknown'
             file = f'weights/{stage}_{key}_{value}_{self.weights.stem}.pt'
@@ -126,13 +139,13 @@ class Keeper:
         model, quant = checkpoint.load_quantized(self.device)
         return model, quant['source_sha256']
 
-    def keep(self, state: State) -> None:
+    def keep(self) -> None:
         """Write the state, from which a resumed run continues."""
-        on_first(write_state)(self.folder, state)
+        on_first(write_torch)(self.folder / STATE, {'format': FORMAT, **vars(self.state)})
 
-    def report(self, state: State, pictures: bool = False) -> None:
+    def report(self, pictures: bool = False) -> None:
         """Write the report; `pictures`: draw the pictures too, which takes a while."""
-        on_first(write_report)(self.folder, state.report(), pictures)
+        on_first(write_report)(self.folder, self.state.report(), pictures)
 
     def copy(self, file: str, copy: str) -> None:
         """Copy a file in the folder."""
@@ -140,9 +153,9 @@ class Keeper:
             with atomic(self.folder / copy) as tmp:
                 shutil.copyfile(self.folder / file, tmp)
 
-    def finish(self, state: State) -> None:
+    def finish(self) -> None:
         """Write the last report, and delete the state."""
-        self.report(state, pictures=True)
+        self.report(pictures=True)
         self._forget()
 
     def _forget(self) -> None:

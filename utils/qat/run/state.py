@@ -11,7 +11,6 @@ from typing import Any
 import numpy as np
 
 from utils.qat.core.errors import QatError
-from utils.qat.core.files import write_torch
 from utils.qat.evaluation.chance import difference, difference_of_merit
 from utils.qat.evaluation.score_tables import is_scored, merit
 
@@ -93,11 +92,6 @@ class State:
             'gain': self.gain,
             'last_epochs': self.last_epochs,
         }
-
-
-def write_state(folder: Path, state: State) -> None:
-    """Write the file that `resume.read_state` reads, complete at any moment."""
-    write_torch(folder / STATE, {'format': FORMAT, **vars(state)})
 
 
 def unfit_state(folder: Path, wrong: str) -> QatError:

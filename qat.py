@@ -131,7 +131,7 @@ def quantize(config: QuantizeConfig, folder: Path | None) -> None:
     of_run = open_run(inputs)
     folder = open_folder(inputs, folder)
     keeper = Keeper(folder, inputs, of_run.numbers)
-    scorers = {split: StageScorer(inputs, keeper.state, split, loader, bar) for split, loader in of_run.scored.items()}
+    scorers = {split: StageScorer(inputs, keeper.state, split, loader) for split, loader in of_run.scored.items()}
     scorer = scorers[keeper.state.chosen_on]
     with resumable(folder / STATE, repeated('qat.py', 'quantize', '--resume', folder)):
         if of_run.calibration and not keeper.state.ptq:

@@ -368,10 +368,10 @@ def interrupt(at, number, *words):
                     signal.signal(signal.SIGINT, before)
             yield item
 
-    from models.quantize.run import adaptation, stages
+    from models.quantize.run import scorer, stages
 
     with pytest.MonkeyPatch.context() as patch:
-        for module in (stages, adaptation):
+        for module in (stages, scorer):
             patch.setattr(module, 'bar', bar)
         return command(*words, code=130)
 

@@ -1,7 +1,6 @@
 """Scores of the models of a `quantize` run, each compared with the float model, on the same images."""
 
 import time
-from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch.nn as nn
@@ -10,7 +9,7 @@ from torch.utils.data import DataLoader
 from models.quantize.head_outputs import ComparedModel
 from models.quantize.run.inputs import Inputs
 from utils.qat.backends.pytorch import TorchModel
-from utils.qat.core.log import LOGGER
+from utils.qat.core.log import LOGGER, bar
 from utils.qat.evaluation.chance import boxes_and_masks, difference, in_words, points_lost
 from utils.qat.evaluation.evaluate import evaluate
 from utils.qat.evaluation.score_tables import merit_title, score_cells, score_titles
@@ -21,13 +20,11 @@ class StageScorer:
     """Scores models as plain metrics, with 'against_float' once the float model is scored.
 
     It scores on the images `split`, a key of state.resampled, in the batches of `loader` (loaders.Loaders.scored). `state` gets the
-    times, and the AP on resamples of each model. `progress` wraps an iterable, with a text, such as log.bar.
+    times, and the AP on resamples of each model.
     """
 
-    def __init__(
-        self, inputs: Inputs, state: State, split: str, loader: DataLoader, progress: Callable[..., Iterable]
-    ) -> None:
-        self.inputs, self.loader, self.progress = inputs, loader, progress
+    def __init__(self, inputs: Inputs, state: State, split: str, loader: DataLoader) -> None:
+        self.inputs, self.loader = inputs, loader
         self.annotations = inputs.images.data.annotations if split == 'val' else None
         self.suffix = '' if split == state.chosen_on else f', {split}'  # of names in the log
         self.resampled, self.times = state.resampled[split], state.times
@@ -72,7 +69,7 @@ class StageScorer:
             self.inputs.images.data.names,
             self.inputs.device,
             annotations=self.annotations,
-            progress=lambda it: self.progress(it, f'evaluating {text}'),
+            progress=lambda it: bar(it, f'evaluating {text}'),
             resample=True,
         )
         plain, masks = metrics.plain(), f'  mask AP {metrics.mask["ap"]:.4f}' if metrics.mask else ''

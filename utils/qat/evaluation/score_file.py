@@ -1,9 +1,9 @@
 """The work of `qat.py eval` and `val_trt.py`: score each model on the val images of a data YAML, and write a report."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -22,7 +22,7 @@ from utils.qat.core.text import escaped, image, markdown_table
 from utils.qat.data.loaders import Loaders
 from utils.qat.evaluation.chance import EXPLAINED, difference, in_words, plus_minus
 from utils.qat.evaluation.classes import ClassMetrics, distance
-from utils.qat.evaluation.detection_scores import Metrics, require_annotations
+from utils.qat.evaluation.detection_scores import require_annotations
 from utils.qat.evaluation.evaluate import evaluate
 from utils.qat.evaluation.plots import plot_classes
 from utils.qat.evaluation.score_tables import class_table, merit_title, models_table
@@ -31,92 +31,88 @@ from utils.qat.targets.target import target_of_recipe
 FAIR_CONF = 0.01  # AP hardly changes without the detections up to this score
 
 
-class Score(NamedTuple):
-    """A file and its metrics."""
+@dataclass
+class Score:
+    """The metrics of a file, and of its baseline on the same images; with a baseline both have resamples."""
 
-    file: Path
+    config: EvalConfig
+    device: torch.device
     seen: str  # preparation of the images, in words
-    metrics: Metrics
+    metrics: Any  # Metrics or ClassMetrics
+    baseline: Any  # the same, or None
+
+    def plain(self) -> dict[str, Any]:
+        """Return the plain metrics; for a classifier with classes.distance from its baseline."""
+        if isinstance(self.metrics, ClassMetrics) and isinstance(self.baseline, ClassMetrics):
+            return {**self.metrics.plain(), **distance(self.metrics.scores, self.baseline.scores)}
+        return self.metrics.plain()
+
+    def beside_baseline(self) -> dict[str, Any]:
+        """Return plain metrics by the names of their files, those of the baseline first."""
+        if not self.config.baseline:
+            return {self.config.weights.name: self.plain()}
+        names = distinct_names([self.config.baseline, self.config.weights])
+        return dict(zip(names, (self.baseline.plain(), self.plain())))
+
+    def against_baseline(self) -> dict[str, Any]:
+        """Compare the metrics with the baseline's, see chance.difference."""
+        return difference(self.baseline.resampled, self.metrics.resampled)
 
 
 def several_table(scores: Sequence[Score]) -> str:
     """Format the metrics of several files on the same images as a Markdown table, with differences from the first."""
-    names, first = distinct_names([score.file for score in scores]), scores[0].metrics
+    names, first = distinct_names([score.config.weights for score in scores]), scores[0].metrics
     if len({score.seen for score in scores}) > 1:
         names = [f'{name}, {score.seen}' for name, score in zip(names, scores)]
     chances = [plus_minus(difference(first.resampled, score.metrics.resampled)) for score in scores[1:]]
     return models_table(names, [score.metrics.plain() for score in scores], chances)
 
 
-def coco_table(metrics: Metrics) -> str:
-    """Format pycocotools' figures of boxes and, if there are any, of masks as a Markdown table."""
-    parts: dict[str, Any] = {'boxes': metrics.coco, **({'masks': metrics.mask['coco']} if metrics.mask else {})}
-    return markdown_table(
-        ('pycocotools', *(key.upper() for key in parts['boxes'])),
-        [(part, *(f'{v:.4f}' for v in found.values())) for part, found in parts.items()],
-    )
+def tables(score: Score) -> list[str]:
+    """Format all metrics as Markdown tables."""
+    plain, compared, of_coco = score.plain(), [], []
+    if score.baseline:
+        models, against = score.beside_baseline(), score.against_baseline()
+        compared.append(models_table([*models], [*models.values()], [plus_minus(against)]))
+        compared.append(f'{in_words(against, merit_title(plain))} ({EXPLAINED})')
+    if 'coco' in plain:
+        parts = {'boxes': plain['coco'], **({'masks': plain['mask']['coco']} if 'mask' in plain else {})}
+        titles = 'pycocotools', *(key.upper() for key in parts['boxes'])
+        rows = [(part, *(f'{v:.4f}' for v in found.values())) for part, found in parts.items()]
+        of_coco.append(markdown_table(titles, rows))
+    return [*compared, class_table(plain), *of_coco]
 
 
-def with_distance(metrics: Any, baseline: Any) -> dict[str, Any]:
-    """Return plain metrics; for a classifier with classes.distance from a baseline on the same images, if there is one."""
-    if not isinstance(metrics, ClassMetrics) or not isinstance(baseline, ClassMetrics):
-        return metrics.plain()
-    return {**metrics.plain(), **distance(metrics.scores, baseline.scores)}
-
-
-def tables(config: EvalConfig, metrics: Metrics, baseline: Metrics | None) -> list[str]:
-    """Format all metrics as Markdown tables; with a baseline both need resamples."""
-    compared, plain = [], metrics.plain()
-    if baseline and config.baseline:
-        against, plain = difference(baseline.resampled, metrics.resampled), with_distance(metrics, baseline)
-        names, models = distinct_names([config.baseline, config.weights]), (baseline.plain(), plain)
-        words = in_words(against, merit_title(plain))
-        compared = [models_table(names, models, [plus_minus(against)]), f'{words} ({EXPLAINED})']
-    return [*compared, class_table(plain), *([coco_table(metrics)] if metrics.coco else [])]
-
-
-def write_scores(
-    folder: Path,
-    config: EvalConfig,
-    metrics: Metrics,
-    device: torch.device,
-    seen: str,
-    following: str,
-    baseline: Metrics | None,
-) -> None:
-    """Write metrics.json, report.md and classes.png into `folder`; `seen`: preparation of the images, in words."""
-    here, against = machine(device), {}
-    if baseline:
-        against = {
-            'baseline': baseline.plain(),
-            'against_baseline': difference(baseline.resampled, metrics.resampled),
-        }
+def write_scores(folder: Path, score: Score, following: str) -> None:
+    """Write metrics.json, report.md and classes.png into `folder`."""
+    config, device, metrics = score.config, score.device, score.metrics
+    here, plain, against = machine(device), score.plain(), {}
+    if score.baseline:
+        against = {'baseline': score.baseline.plain(), 'against_baseline': score.against_baseline()}
     write_json(
         folder / 'metrics.json',
         {
             'settings': asdict(config),
             'versions': versions(),
             'device': describe(device),
-            'seen': seen,
+            'seen': score.seen,
             'machine': here,
-            **with_distance(metrics, baseline),
+            **plain,
             **against,
             'times': {'ms_per_image': metrics.ms_per_image},
         },
     )
-    objects = f', with {metrics.instances} objects' if hasattr(metrics, 'instances') else ''
+    objects = f', with {plain["instances"]} objects' if 'instances' in plain else ''
     pictures = []
     if metrics.per_class:  # empty if no detection is correct
-        models = {config.baseline: baseline, config.weights: metrics} if config.baseline else {config.weights: metrics}
-        names = distinct_names(list(models))
-        plot_classes(folder / 'classes.png', {name: m.plain() for name, m in zip(names, models.values()) if m})
-        pictures.append(image(f'{merit_title(metrics.plain())} of each class', 'classes.png'))
+        plot_classes(folder / 'classes.png', score.beside_baseline())
+        pictures.append(image(f'{merit_title(plain)} of each class', 'classes.png'))
     write_document(
         folder / 'report.md',
         f'{config.weights.name} on {config.data.name}',
         [
-            escaped(f'{metrics.images} images {seen}{objects}. Computed on {describe(device)}.'),
-            *tables(config, metrics, baseline),
+            escaped(f'{metrics.images} images {score.seen}{objects}. Computed on {describe(device)}.'),
+            *tables(score),
             *pictures,
             '## Times',
             markdown_table(('step', 'ms per image'), metrics.ms_per_image.items()),
@@ -133,20 +129,10 @@ def score_files(configs: Sequence[EvalConfig], load_model: Callable[[Path, torch
     `load_model` makes a model, see file_model.py, from file, device and backend. If a file does not fit the settings or the
     data, the scores of the files before it stay.
     """
-    scores = []
+    scores: list[Score] = []
     try:
         for config in _apart(configs):
-            device = select_device(config.device)
-            join(device)
-            with run_folder(config) as folder, explain_out_of_memory(config.batch_size):
-                predict = load_model(config.weights, device, config.backend)
-                baseline = None
-                if config.baseline:
-                    given = (config.backend,) if config.backend else None
-                    _, backend = backends_for((config.weights, config.baseline), given)
-                    baseline = load_model(config.baseline, device, backend)
-                resample = bool(baseline) or len(configs) > 1
-                scores.append(score_file(predict, config, device, folder, baseline, resample))
+            scores.append(score_file(config, load_model, resample=bool(config.baseline) or len(configs) > 1))
     finally:  # also for the files before one that does not fit
         if len(scores) > 1:
             LOGGER.log(RESULT, f'\n{several_table(scores)}\n')
@@ -166,6 +152,65 @@ def _apart(configs: Sequence[EvalConfig]) -> Sequence[EvalConfig]:
     return [replace(config, name=f'{config.name}-{name}') for config, name in zip(configs, names)]
 
 
+def score_file(
+    config: EvalConfig, load_model: Callable[[Path, torch.device, str | None], Any], resample: bool
+) -> Score:
+    """Score the model in config.weights and its baseline, log the tables, and write the report and predictions.json.
+
+    An exported file gets images letterboxed to its own size.
+    """
+    device = select_device(config.device)
+    join(device)
+    with run_folder(config) as folder, explain_out_of_memory(config.batch_size):
+        predict, baseline = load_model(config.weights, device, config.backend), None
+        if config.baseline:
+            given = (config.backend,) if config.backend else None
+            _, backend = backends_for((config.weights, config.baseline), given)
+            baseline = load_model(config.baseline, device, backend)
+        exported = isinstance(predict, FileModel)
+        config = config.for_model(predict)
+        if baseline:
+            _require_alike(predict, baseline, config)
+        data, square = predict.task.load_data(config.data, predict), config.square or exported
+        loader = Loaders(data, config, predict.stride, shard=(rank(), world_size())).scored(square)
+        require_annotations(data, loader.dataset.im_files)
+
+        folder = from_first(folder)
+        on_first(log_to)(folder / 'log.txt')
+        seen = predict.task.seen_as(config.imgsz, square)
+        LOGGER.info(f'{config.weights} on {describe(device)}, images {seen}')
+        warn_of_threshold(predict, config)
+
+        def scored(model: Any, text: str, **options: Any) -> Any:
+            thresholds = config.conf_thres, config.iou_thres
+            options.update(progress=lambda it: bar(it, text), resample=resample)
+            return evaluate(model, loader, data.names, device, *thresholds, **options)
+
+        predictions = folder / 'predictions.json' if config.save_json else None
+        metrics = scored(predict, 'evaluating', annotations=data.annotations, predictions_file=predictions)
+        before = scored(baseline, 'evaluating the baseline') if baseline else None
+        score = Score(config, device, seen, metrics, before)
+        if exported:
+            from utils.qat.engine.next_step import after_scoring  # here, because a checkpoint needs no engine
+
+            following = after_scoring(config.weights, config.imgsz, config.backend)
+        elif predict.recipe:
+            include = TARGETS[target_of_recipe(predict.recipe).name].exports
+            following = export_command(config.weights, config.imgsz, include)
+        else:
+            size = typed_sides(config.imgsz)
+            following = command(
+                'qat.py', 'quantize', '--weights', config.weights, '--data', config.data, '--imgsz', *size
+            )
+        on_first(write_scores)(folder, score, following)
+    LOGGER.info('  '.join(f'{k} {v} ms' for k, v in metrics.ms_per_image.items()) + ' per image')
+    for line in predict.notes if exported else ():
+        LOGGER.log(RESULT, line)
+    LOGGER.log(RESULT, f'\n{metrics.images} images {seen}\n\n' + '\n\n'.join(tables(score)) + '\n')
+    finish(following, results=folder, report=folder / 'report.md')
+    return score
+
+
 def warn_of_threshold(predict: Any, config: EvalConfig) -> None:
     """Warn if low-scored detections are left out.
 
@@ -181,63 +226,6 @@ def warn_of_threshold(predict: Any, config: EvalConfig) -> None:
             f'{config.weights}: scores up to {conf:g} are left out ({whose}), and AP continues the curve that ends there: it '
             f'comes out too high. For a figure that compares with others {fair}'
         )
-
-
-def score_file(
-    predict: Any,
-    config: EvalConfig,
-    device: torch.device,
-    folder: Path | None,
-    baseline: Any,
-    resample: bool,
-) -> Score:
-    """Score the model in config.weights, log the tables, and write the report and predictions.json.
-
-    An exported file gets images letterboxed to its own size. `baseline`, a model or None, is scored on the same images.
-    Only the first process of a torchrun needs the folder.
-    """
-    exported = isinstance(predict, FileModel)
-    config = config.for_model(predict)
-    if baseline:
-        _require_alike(predict, baseline, config)
-    data = predict.task.load_data(config.data, predict)
-    square = config.square or exported
-    loader = Loaders(data, config, predict.stride, shard=(rank(), world_size())).scored(square=square)
-    require_annotations(data, loader.dataset.im_files)
-
-    folder = from_first(folder)
-    on_first(log_to)(folder / 'log.txt')
-    seen = predict.task.seen_as(config.imgsz, square)
-    LOGGER.info(f'{config.weights} on {describe(device)}, images {seen}')
-    warn_of_threshold(predict, config)
-
-    def scored(model: Any, text: str, **options: Any) -> Any:
-        thresholds = config.conf_thres, config.iou_thres
-        options.update(progress=lambda it: bar(it, text), resample=resample)
-        return evaluate(model, loader, data.names, device, *thresholds, **options)
-
-    predictions = folder / 'predictions.json' if config.save_json else None
-    metrics = scored(predict, 'evaluating', annotations=data.annotations, predictions_file=predictions)
-    before = scored(baseline, 'evaluating the baseline') if baseline else None
-    if exported:
-        from utils.qat.engine.next_step import (
-            after_scoring,
-        )  # here, because a checkpoint needs nothing of the engine room
-
-        following = after_scoring(config.weights, config.imgsz, config.backend)
-    elif predict.recipe:
-        include = TARGETS[target_of_recipe(predict.recipe).name].exports
-        following = export_command(config.weights, config.imgsz, include)
-    else:
-        size = typed_sides(config.imgsz)
-        following = command('qat.py', 'quantize', '--weights', config.weights, '--data', config.data, '--imgsz', *size)
-    on_first(write_scores)(folder, config, metrics, device, seen, following, before)
-    LOGGER.info('  '.join(f'{k} {v} ms' for k, v in metrics.ms_per_image.items()) + ' per image')
-    for line in predict.notes if exported else ():
-        LOGGER.log(RESULT, line)
-    LOGGER.log(RESULT, f'\n{metrics.images} images {seen}\n\n' + '\n\n'.join(tables(config, metrics, before)) + '\n')
-    finish(following, results=folder, report=folder / 'report.md')
-    return Score(config.weights, seen, metrics)
 
 
 def _require_alike(predict: Any, baseline: Any, config: EvalConfig) -> None:

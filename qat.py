@@ -157,7 +157,7 @@ def sensitive(config: SensitiveConfig, folder: Path | None) -> None:
     from models.quantize.activations import exchangeable, exchanged
     from models.quantize.analysis.sensitivity import analyse
     from models.quantize.calibration.ptq import calibrated
-    from models.quantize.head_outputs import require_known_head
+    from models.quantize.network import require_known_head
     from models.quantize.run.inputs import open_inputs
     from utils.qat.core.files import write_json
     from utils.qat.core.machine import versions

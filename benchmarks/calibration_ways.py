@@ -26,9 +26,8 @@ import torch
 from models.quantize import checkpoint
 from models.quantize.calibration.bias_correction import convs_with_bias, correct_biases, own_shifts
 from models.quantize.calibration.calibrate import calibrate_weights, collect_histograms, set_ranges
-from models.quantize.calibration.divergence import typical_divergence
+from models.quantize.calibration.divergence import HeadOutputs, typical_divergence
 from models.quantize.calibration.ptq import COMPARED, CORRECTED, every_third, prepare, ranges_by
-from models.quantize.head_outputs import HeadOutputs
 from utils.qat.backends.pytorch import TorchModel
 from utils.qat.config.qat import CALIB_METHODS, QuantizeConfig
 from utils.qat.core.command import Parser, run_command

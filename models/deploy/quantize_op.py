@@ -23,7 +23,7 @@ from torch.export import Dim, ExportedProgram
 from torch.fx import Node
 
 from models.deploy.agreement import traceable_copy
-from models.quantize.head_outputs import require_known_head
+from models.quantize.network import require_known_head
 from models.quantize.quantizers import FixedScales, Quantizer, _along, named_quantizers
 
 aten = torch.ops.aten

@@ -1,4 +1,4 @@
-"""Layers, units, hooks and batch-norm folding of a network of any task.
+"""Layers, units, head, hooks and batch-norm folding of a network of any task.
 
 Units are layers, blocks or convolutions that are measured, and kept in float, as a whole. The name of a unit is its path. It
 contains the quantized twins at that path and below (see blocks.py).
@@ -13,9 +13,11 @@ import torch.nn as nn
 from torch.nn.utils.fusion import fuse_conv_bn_weights
 from torch.utils.hooks import RemovableHandle
 
+from utils.qat.backends.pytorch import task_of
 from utils.qat.core.errors import QatError
 
 BLANK = 64  # pixels: height and width of the image of a dry run
+HEADS = 'Detect', 'DDetect', 'Segment', 'DSegment'  # whose outputs are compared, see divergence.HeadOutputs
 CONTAINERS = (nn.Sequential, nn.ModuleList)
 
 
@@ -43,6 +45,19 @@ def layers(model: nn.Module) -> dict[str, nn.Module]:
 def head_of(model: nn.Module) -> nn.Module:
     """Return the last layer of a model."""
     return [*layers(model).values()][-1]
+
+
+def has_known_head(model: nn.Module) -> bool:
+    """Tell whether `model` is a classifier, or its head is one of HEADS."""
+    return not task_of(model).boxes or type(head_of(model)).__name__ in HEADS
+
+
+def require_known_head(model: nn.Module, purpose: str, instead: str) -> None:
+    """Raise QatError if the model's head is not one of HEADS; `purpose` needs one, `instead` is a clause of advice."""
+    if not has_known_head(model):
+        raise QatError(
+            f"{purpose}: only for the heads {', '.join(HEADS)}, and the model's is {type(head_of(model)).__name__}; {instead}"
+        )
 
 
 @contextmanager

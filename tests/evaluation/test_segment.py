@@ -20,14 +20,14 @@ from zoo import build, command, fuse, image, program, settings
 
 from labelled import CPU, PERFECT, labels_of, val_images, words
 from models.quantize.calibration.divergence import (
+    HeadOutputs,
     backward_from_probe,
     mask_logits,
     probe_masks,
     strongest_places,
     typical_divergence,
 )
-from models.quantize.finetuning.training_step import head_emits_raw_maps
-from models.quantize.head_outputs import HeadOutputs, output_parts
+from models.quantize.finetuning.training_step import head_emits_raw_maps, output_parts
 from utils.qat.backends.detections import Detections
 from utils.qat.backends.pytorch import task_of
 from utils.qat.core.errors import QatError

@@ -5,8 +5,7 @@ import torch
 from zoo import image, same, settings, state
 
 from models.quantize.calibration.calibrate import collect_histograms, histogram_amax
-from models.quantize.calibration.divergence import TRIED, fisher_amax, probe, typical_divergence
-from models.quantize.head_outputs import HeadOutputs
+from models.quantize.calibration.divergence import TRIED, HeadOutputs, fisher_amax, probe, typical_divergence
 from models.quantize.quantizers import Quantizer, named_quantizers, quantizers_off
 
 BATCHES = [image(96, 2, seed) for seed in range(2)]

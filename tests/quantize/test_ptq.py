@@ -7,7 +7,6 @@ import torch
 from faults import sampled
 from zoo import image, same, settings, state
 
-from models.quantize import head_outputs
 from models.quantize.blocks import QuantConv2d
 from models.quantize.calibration import ptq
 from models.quantize.calibration.bias_correction import (
@@ -18,7 +17,7 @@ from models.quantize.calibration.bias_correction import (
     shrunk_mean,
 )
 from models.quantize.calibration.calibrate import collect_histograms
-from models.quantize.calibration.divergence import divergence_sums, typical, typical_divergence
+from models.quantize.calibration.divergence import HeadOutputs, divergence_sums, typical, typical_divergence
 from models.quantize.calibration.ptq import (
     CANDIDATES,
     CORRECTED,
@@ -28,8 +27,9 @@ from models.quantize.calibration.ptq import (
     is_behind,
     race,
 )
-from models.quantize.head_outputs import ComparedModel, HeadOutputs
 from models.quantize.quantizers import quantizers_off
+from models.quantize.run import scorer
+from models.quantize.run.scorer import ComparedModel
 from utils.qat.backends.pytorch import TorchModel
 from utils.qat.core.log import unshown
 from utils.qat.data.dataset import load_data
@@ -308,7 +308,7 @@ def test_sqnr_by_hand(small):
 
 @torch.no_grad()
 def test_sqnr_is_of_the_first_images(small, monkeypatch):
-    monkeypatch.setattr(head_outputs, 'COMPARED', 3)
+    monkeypatch.setattr(scorer, 'COMPARED', 3)
     every, two = (ComparedModel(small.quantized_model(), small.float_model()) for _ in range(2))
     predictions = [every(images) for images in BATCHES]
     for images in BATCHES[:2]:  # of two images each

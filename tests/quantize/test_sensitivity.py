@@ -14,10 +14,9 @@ from models.quantize.analysis.partly_float import ALONE, FLOAT, INT8, TwinForms,
 from models.quantize.analysis.sensitivity import DivergenceEstimate, unit_costs
 from models.quantize.blocks import Twin
 from models.quantize.calibration.calibrate import fit_ranges
-from models.quantize.calibration.divergence import divergence_sums
+from models.quantize.calibration.divergence import HeadOutputs, divergence_sums
 from models.quantize.calibration.ptq import FloatBlocks, within_budget
 from models.quantize.convert import CHOSEN, find_twins, quantize_model
-from models.quantize.head_outputs import HeadOutputs
 from models.quantize.network import find_units, left_out
 from models.quantize.quantizers import named_quantizers
 from models.quantize.scales import scale_groups, tie_scales

@@ -26,10 +26,9 @@ from models.quantize.activations import (
     restored,
 )
 from models.quantize.calibration.calibrate import fit_ranges
-from models.quantize.calibration.divergence import divergence_sums
+from models.quantize.calibration.divergence import HeadOutputs, divergence_sums
 from models.quantize.convert import quantize_model
 from models.quantize.finetuning.loop import adapt
-from models.quantize.head_outputs import HeadOutputs
 from models.quantize.scales import never_negative, tie_scales
 from test_resume import alike
 from utils.qat.backends.detections import prepared

@@ -14,7 +14,7 @@ from fresh import fresh
 from zoo import command, interrupt, load_float, load_quantized, same, settings
 
 from models.quantize import checkpoint
-from models.quantize.head_outputs import ClassScores
+from models.quantize.calibration.divergence import ClassScores
 from utils.qat.backends.file_model import open_file
 from utils.qat.backends.pytorch import TorchModel
 from utils.qat.core.errors import QatError

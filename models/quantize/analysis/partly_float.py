@@ -9,8 +9,7 @@ import torch.nn as nn
 
 from models.quantize.activations import exchanges
 from models.quantize.blocks import Twin
-from models.quantize.calibration.divergence import divergence_sums
-from models.quantize.head_outputs import HeadOutputs, bins_of, decibels, energies
+from models.quantize.calibration.divergence import HeadOutputs, bins_of, decibels, divergence_sums, energies
 from models.quantize.network import layer_of, layers
 from models.quantize.quantizers import Quantizer
 from utils.qat.backends.detections import prepared

@@ -1,6 +1,6 @@
-"""Divergence of a model's detections from the float model's, measured, and estimated by one backward pass.
+"""Outputs of a model's head beside the float model's: divergence, measured and estimated by one backward pass, and SQNR.
 
-It chooses calibrations and ranks units. It is a Kullback-Leibler divergence, summed over every place of the head. Three
+The divergence chooses calibrations and ranks units. It is a Kullback-Leibler divergence, summed over every place of the head. Three
 parts count at a place: the scores of the classes, the distances to the four sides of the box (the mean of the four), and
 the points of the mask (the mean inside the float model's box). The last two have a weight, the float model's best score
 at that place. The sum is divided by the sum of these weights, which is near the number of places with an object.
@@ -13,9 +13,14 @@ metric. If a random vector v has the covariance F, the mean of (v · change)² i
 shows, at every place that is rounded, how much its values matter. Sources: Martens, "New Insights and Perspectives on the
 Natural Gradient Method" (arXiv:1412.1193), section 5, on the metric; Yuan et al., "PTQ4ViT" (arXiv:2111.12293), section
 3.3, on ranges by squared gradients.
+
+The SQNR in dB is the ratio of signal to quantization noise, 10 log10(sum of t² / sum of (s - t)²), over images, positions and
+channels; t comes from the float model, s from the quantized one. Each part of the outputs has its own: otherwise the large
+negative logits of the background would hide the rest. 6 dB more is half the noise amplitude.
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -25,17 +30,71 @@ from utils.general import xywh2xyxy
 from utils.segment.general import crop_mask
 
 from models.quantize.calibration.calibrate import Histogram, histogram_amax, in_memory_order
-from models.quantize.head_outputs import ClassScores, HeadOutputs, bins_of
-from models.quantize.network import removed_after
+from models.quantize.network import head_of, removed_after
 from models.quantize.quantizers import Quantizer, RoundedOnce, named_quantizers, quantizers_off, rounded
 from utils.qat.config.qat import CalibrationConfig
 from utils.qat.data.masks import COARSE
+from utils.qat.evaluation.classes import divergence
 
 OBJECTS = 100  # places per image whose masks count: the places with the highest scores, as many as COCO scores
 TRIED = 10  # candidate ranges of each scale
 ON_CPU = 1 << 20  # values that all candidates round one after the other: few for a cache, enough for all threads
 AT_ONCE = 4  # images in a backward pass: it keeps all activations in FP32
 Draw = Callable[[Sequence[int]], torch.Tensor]  # shape → FP32 of that shape, uniform in 0..1
+
+
+@dataclass
+class ClassScores:
+    """Outputs of a classifier, as HeadOutputs for a detector: the logits [B, classes] of one categorical variable."""
+
+    logits: torch.Tensor
+
+    def divergence_sums(self, wanted: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        """Compute the Kullback-Leibler divergence from `wanted`, and the weight of each image, 1: FP64 [B]."""
+        found = divergence(self.logits, wanted.logits)
+        return found, torch.ones_like(found)
+
+    def probe(self, draw: Callable[[Sequence[int]], torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+        """Draw a random v whose covariance is the Fisher information of the logits, and its weight, FP32 [].
+
+        See divergence.probe.
+        """
+        p = self.logits.detach().softmax(1)
+        one = (len(p), 1)
+        index = (p.cumsum(1) < draw(one)).sum(1, keepdim=True).clamp_(max=p.shape[1] - 1)
+        drawn = torch.zeros_like(p).scatter_(1, index, 1.0)
+        return (drawn - p) * (draw(one) - 0.5).sign(), p.new_tensor(float(len(p)))
+
+
+@dataclass
+class HeadOutputs:
+    """Outputs of the head, raw but for the boxes. N is the number of places of all levels, level by level.
+
+    Attributes:
+        maps: of each level [B, 4 bins + classes, H, W]: logits of the distances to the four sides, and of the classes.
+        boxes: [B, 4, N], decoded: centre, width and height in pixels.
+        coefficients: of masks, [B, nm, N]; None for a detector.
+        prototypes: of masks, [B, nm, H / 4, W / 4]; None for a detector.
+    """
+
+    maps: Sequence[torch.Tensor]
+    boxes: torch.Tensor
+    coefficients: Any = None
+    prototypes: Any = None
+
+    @classmethod
+    def of(cls, output: Any) -> Any:
+        """Split the output of a model in eval mode with one of network.HEADS; for a classifier return its ClassScores."""
+        if isinstance(output, torch.Tensor):
+            return ClassScores(output)
+        predictions, rest = output
+        maps, *masks = rest if isinstance(rest, tuple) else (rest,)
+        return cls(maps, predictions[:, :4], *masks)
+
+
+def bins_of(model: nn.Module) -> int:
+    """Return the number of bins in the head's distribution of a distance; 0 for a classifier."""
+    return getattr(head_of(model), 'reg_max', 0)
 
 
 def split_map(raw: torch.Tensor, bins: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -97,6 +156,30 @@ def divergence_sums(mine: Any, wanted: Any, bins: int) -> tuple[torch.Tensor, to
         of_masks = bernoulli_divergence(mask_logits(mine, places), mask_logits(wanted, places)) * weight
         total = total + of_masks.sum((1, 2, 3), dtype=torch.float64)
     return total, weights
+
+
+def _parts(raw: HeadOutputs | ClassScores, classes: int) -> list[Sequence[torch.Tensor]]:
+    """List the tensors of each part, in the order of Task.parts."""
+    if isinstance(raw, ClassScores):
+        return [[raw.logits]]
+    of_levels = zip(*(m.split((m.shape[1] - classes, classes), 1) for m in raw.maps))
+    return [*of_levels, *([x] for x in (raw.coefficients, raw.prototypes) if x is not None)]
+
+
+def energies(mine: Any, wanted: Any, classes: int) -> torch.Tensor:
+    """Sum t² and (s - t)² over each part, of the quantized (`mine`) and the float model (`wanted`): FP64 [parts, 2]."""
+
+    def sums(s: torch.Tensor, t: torch.Tensor) -> torch.Tensor:
+        return torch.stack((t.double().square().sum(), (s.double() - t).square().sum()))
+
+    pairs = zip(_parts(mine, classes), _parts(wanted, classes))
+    return torch.stack([sum(sums(s, t) for s, t in zip(ours, theirs)) for ours, theirs in pairs])
+
+
+def decibels(sums: torch.Tensor, names: Sequence[str]) -> dict[str, float]:
+    """Convert `energies` to dB, by the names of their parts; infinite for equal outputs."""
+    signal, noise = sums.t()
+    return dict(zip(names, (10 * (signal / noise).log10()).tolist()))
 
 
 @torch.no_grad()
@@ -167,7 +250,7 @@ def probe_masks(raw: HeadOutputs, bins: int, draw: Draw) -> tuple[torch.Tensor, 
 def backward_from_probe(model: nn.Module, images: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
     """Run a forward pass, and a backward pass from a probe of the outputs; hooks of the caller see the gradients.
 
-    The model is in eval mode, with a known head (see head_outputs.py). Images are FP32 [B, 3, H, W] in 0..1. A generator
+    The model is in eval mode, with a known head (see network.HEADS). Images are FP32 [B, 3, H, W] in 0..1. A generator
     of the CPU draws the probe. Returns the weight, see `probe`.
     """
 

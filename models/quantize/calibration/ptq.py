@@ -24,10 +24,9 @@ from models.quantize.calibration.calibrate import (
     require_values,
     set_ranges,
 )
-from models.quantize.calibration.divergence import fisher_amax, log_divergences, typical
+from models.quantize.calibration.divergence import HeadOutputs, fisher_amax, log_divergences, typical
 from models.quantize.convert import Conversion, find_twins, quantize_model
-from models.quantize.head_outputs import HeadOutputs, has_known_head, require_known_head
-from models.quantize.network import left_out
+from models.quantize.network import has_known_head, left_out, require_known_head
 from models.quantize.scales import shared_scales, tie_scales
 from utils.qat.backends.pytorch import task_of
 from utils.qat.config.qat import CANDIDATES, CalibrationConfig, QuantizeConfig
@@ -112,7 +111,7 @@ def choose_calibration(
     """Calibrate `model` in place, in every way that `config` allows, and keep the way with the least divergence.
 
     The methods are config.calib_method or, for 'auto', all of CANDIDATES. With config.bias_correction each one is tried
-    with corrected biases too. Models without a known head (see head_outputs.py) cannot be compared: for them 'auto' is
+    with corrected biases too. Models without a known head (see network.HEADS) cannot be compared: for them 'auto' is
     the first of CANDIDATES, and config.bias_correction alone decides about the biases.
 
     `images` are batches of one shape, FP32 [B, 3, H, W] in 0..1, the same in every process of a torchrun. 'fisher' and

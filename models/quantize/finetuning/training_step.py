@@ -17,7 +17,6 @@ from typing import Any
 import torch
 import torch.nn as nn
 
-from models.quantize.head_outputs import output_parts
 from models.quantize.network import head_of, removed_after
 from models.quantize.network import layers as layers_of
 from models.quantize.quantizers import QMIN, FixedScales, gpu_kernels
@@ -95,6 +94,22 @@ def _like(given: Any, tensor: torch.Tensor) -> bool:
 def _copies(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """Copy each tensor to the CPU, in the same layout."""
     return {name: t.detach().to('cpu', copy=True) for name, t in tensors.items()}
+
+
+def output_tensors(output: Any) -> list[torch.Tensor]:
+    """List the floating-point tensors in a layer's output: a tensor, or lists, tuples and dicts of tensors."""
+    if isinstance(output, torch.Tensor):
+        return [output] if output.is_floating_point() else []
+    if isinstance(output, dict):
+        output = output.values()
+    return [t for part in output for t in output_tensors(part)]
+
+
+def output_parts(output: Any) -> list[list[torch.Tensor]]:
+    """Group a layer's tensors: maps, coefficients and prototypes of a segmentation head in training mode, else one group."""
+    if isinstance(output, tuple) and isinstance(output[0], list):
+        return [output_tensors(part) for part in output]
+    return [output_tensors(output)]
 
 
 @contextlib.contextmanager

@@ -54,8 +54,10 @@ class Keeper:
             return
         if (folder / DELIVERED).resolve() == self.weights.resolve():
             raise QatError(f'--weights {self.weights}: the run would write its best model there; choose another --name')
+        settings = inputs.config.plain()
+        del settings['resume']  # no setting of the run
         self.state = State(
-            settings=inputs.config.plain(),
+            settings=settings,
             versions=versions(),
             device=describe(self.device),
             machine=machine(self.device),

@@ -3,17 +3,63 @@
 import time
 from typing import Any
 
+import torch
 import torch.nn as nn
 from torch.utils.data import DataLoader
 
-from models.quantize.head_outputs import ComparedModel
+from models.quantize.calibration.divergence import HeadOutputs, decibels, energies
+from models.quantize.quantizers import RoundedOnce
 from models.quantize.run.inputs import Inputs
 from utils.qat.backends.pytorch import TorchModel
+from utils.qat.core.distributed import all_reduce
 from utils.qat.core.log import LOGGER, bar
+from utils.qat.data.loaders import channels_last
 from utils.qat.evaluation.chance import boxes_and_masks, difference, in_words, points_lost
+from utils.qat.evaluation.classes import agreement, divergence
 from utils.qat.evaluation.evaluate import evaluate
 from utils.qat.evaluation.score_tables import merit_title, score_cells, score_titles
 from utils.qat.run.state import FLOAT, State
+
+COMPARED = 64  # images of a process, at least; batches are whole. Chance moves SQNR far less than AP
+
+
+class ComparedModel(TorchModel):
+    """A quantized model that compares the outputs of its head with the float model's while it predicts.
+
+    With a detector it compares only the first COMPARED images, because the float model would otherwise take a large part of
+    every evaluation. With a classifier it compares all images.
+    """
+
+    def __init__(self, model: nn.Module, reference: nn.Module) -> None:
+        super().__init__(model, context=RoundedOnce(model))
+        self.reference = reference.eval()
+        self.seen = 0  # images that were compared
+        self.sums = torch.zeros(len(self.task.parts), 2, dtype=torch.float64, device=self.device)
+        self.apart = torch.zeros(3, dtype=torch.float64, device=self.device)  # agreeing images, divergence, images
+
+    def __call__(self, images: torch.Tensor) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+        """Predict as a TorchModel does, and add up the energies. `images`: FP32 [B, 3, H, W] in 0..1."""
+        output = self.outputs(images)
+        if self.seen >= COMPARED and self.task.boxes:
+            return self.task.predictions(output)
+        self.seen += len(images)
+        wanted = self.reference(channels_last(images))
+        self.sums += energies(HeadOutputs.of(output), HeadOutputs.of(wanted), self.nc)
+        if not self.task.boxes:
+            both = torch.stack((agreement(output, wanted), divergence(output, wanted)))
+            self.apart += torch.cat((both.sum(1), both.new_tensor([len(images)])))
+        return self.task.predictions(output)
+
+    def distance(self) -> dict[str, float]:
+        """Compute classes.distance of a classifier from the float model over all images so far; {} for a detector."""
+        if self.task.boxes:
+            return {}
+        same, apart, images = all_reduce(self.apart.clone()).tolist()
+        return {'agreement': same / images, 'divergence': apart / images}
+
+    def sqnr(self) -> dict[str, float]:
+        """Compute the SQNR of each part in dB, over all images compared so far, by all processes of a torchrun."""
+        return decibels(all_reduce(self.sums.clone()), self.task.parts)
 
 
 class StageScorer:

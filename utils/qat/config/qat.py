@@ -298,10 +298,6 @@ class QuantizeConfig(CalibrationConfig):
             raise QatError(f'--amp fp16: only on a GPU, and the device is {device}; {again} --amp, or use bf16')
         return config
 
-    def plain(self) -> dict[str, Any]:
-        """Return the settings of the run as JSON has them."""
-        return {name: value for name, value in super().plain().items() if name != 'resume'}
-
     def problems(self) -> Iterable[tuple[Any, str]]:
         """Check the options that need or exclude each other; see Settings.problems."""
         yield (

@@ -5,14 +5,17 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
+
 from utils.qat.config.deploy import CompareConfig
 from utils.qat.config.settings import Sides, closing
 from utils.qat.config.tables import BACKENDS, CHECKPOINTS, backends_for
 from utils.qat.config.tasks import Task
-from utils.qat.core.files import distinct_names, sha256, write_document, write_json
+from utils.qat.core.files import distinct_names, sha256, write_document, write_json, write_picture
 from utils.qat.core.machine import machine_table, versions
-from utils.qat.core.text import escaped, image, markdown_table
-from utils.qat.evaluation.plots import plot_ranks
+from utils.qat.core.text import escaped, image, literal, markdown_table
+from utils.qat.evaluation.score_tables import bar_places
 from utils.qat.evaluation.side_by_side import Example, example_table, plot_examples
 
 
@@ -94,3 +97,36 @@ def write_comparison(
         ],
     )
     return '\n\n'.join(found)
+
+
+def plot_ranks(path: Path, comparisons: dict[str, dict[str, Any]]) -> None:
+    """Draw the differences of models from the first at each rank: score errors, and how often the models disagree.
+
+    For detectors the full colour of a bar is the share without a match at any rank. The rest swapped ranks with a nearly
+    equal score.
+    """
+    detectors = all('boxes' in c for c in comparisons.values())
+    what = 'detection' if detectors else 'class'
+    figure = Figure(figsize=(11, 3.8), layout='constrained')
+    left, right = figure.subplots(1, 2)
+    for i, (name, comparison) in enumerate(comparisons.items()):
+        ranks, top = comparison['ranks'], comparison['top']
+        places, width = bar_places([r['rank'] for r in ranks], i, len(comparisons))
+        label = literal(name)
+        if detectors:
+            label += f': {comparison["matched"] or 0:.1%} of the top {top} have their match at any rank'
+        left.bar(places, [r['score_error'] or 0 for r in ranks], width, color=f'C{i}', label=label)
+        right.bar(places, [r['disagreement'] or 0 for r in ranks], width, color=f'C{i}', alpha=0.35 if detectors else 1)
+        if detectors:
+            right.bar(places, [r['unmatched'] or 0 for r in ranks], width, color=f'C{i}')
+    left.set_ylabel('mean difference of score')
+    right.set(ylim=(0, 1), ylabel=f'share of images with another {what}' if not detectors else 'share')
+    if detectors:
+        right.set_title('pale: another detection at this rank; full: no match at any rank', fontsize=9)
+    for axes in (left, right):
+        axes.set_xlabel(f'rank of the {what}')
+        axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+        axes.grid(axis='y', alpha=0.3)
+        axes.set_axisbelow(True)
+    figure.legend(loc='outside upper center', ncols=1 if detectors else 4, fontsize=8)
+    write_picture(figure, path)

@@ -24,8 +24,7 @@ from utils.qat.evaluation.chance import EXPLAINED, difference, in_words, plus_mi
 from utils.qat.evaluation.classes import ClassMetrics, distance
 from utils.qat.evaluation.detection_scores import require_annotations
 from utils.qat.evaluation.evaluate import evaluate
-from utils.qat.evaluation.plots import plot_classes
-from utils.qat.evaluation.score_tables import class_table, merit_title, models_table
+from utils.qat.evaluation.score_tables import class_table, merit_title, models_table, plot_classes
 from utils.qat.targets.target import target_of_recipe
 
 FAIR_CONF = 0.01  # AP hardly changes without the detections up to this score

@@ -16,11 +16,11 @@ from utils.qat.core.machine import machine_table
 from utils.qat.core.run_folder import DELIVERED
 from utils.qat.core.text import code, escaped, image, link, markdown_table
 from utils.qat.evaluation.chance import EXPLAINED, boxes_and_masks, in_points, in_words, points_lost, within_chance
-from utils.qat.evaluation.plots import plot_classes
 from utils.qat.evaluation.score_tables import (
     difference_cells,
     is_scored,
     merit_title,
+    plot_classes,
     score_cells,
     score_keys,
     score_titles,
@@ -111,7 +111,7 @@ def mean_of(stages: Sequence[dict[str, Any]]) -> dict[str, Any]:
 def run_table(report: dict[str, Any], brief: bool = False) -> str:
     """Format the models of a `quantize` run as a Markdown table: float, PTQ, every epoch, the mean of the last, best; '' if none is scored.
 
-    brief: without the columns in dB, for which see models/quantize/head_outputs.py. With --val-split there are two tables, each
+    brief: without the columns in dB, for which see models/quantize/calibration/divergence.py. With --val-split there are two tables, each
     with its images.
     """
     stages = [report['origin'], report.get('adapted'), report['ptq'], *report['epochs']]

@@ -53,13 +53,6 @@ class Twin:
             setattr(twin, name, Quantizer())
         return twin
 
-    def to_float(self) -> Any:
-        """Make the upstream block again."""
-        block = _without_copy(self.float_class, self)
-        for name in self.quantizer_names:
-            del block._modules[name]
-        return block
-
 
 class WeightedTwin(Twin):
     """Mixin of a layer with a weight: its input is quantized per tensor, its weight per output channel (axis 0)."""
@@ -114,12 +107,6 @@ class QuantResidual(Twin):
     def suits(cls, block: nn.Module) -> bool:
         """Tell whether `block` has a residual Add."""
         return super().suits(block) and block.add
-
-    def to_float(self) -> Any:
-        """Make the upstream block again."""
-        block = super().to_float()
-        block.__dict__.pop('add_policy', None)
-        return block
 
     def forward(self: Any, x: torch.Tensor) -> torch.Tensor:
         """Add the shortcut to the branch: [B, C, H, W] → the same shape."""

@@ -21,7 +21,6 @@ from models.quantize.pickled_modules import OURS, TORCHVISION, TWINS, build
 from models.quantize.reparameterize import main_branch
 from models.quantize.scales import shared_scales
 from utils.qat.backends.pytorch import task_of
-from utils.qat.config.tables import CHECKPOINTS
 from utils.qat.core.command import command
 from utils.qat.core.errors import QatError, one_line
 from utils.qat.core.files import require_file, sha256, write_torch
@@ -49,7 +48,7 @@ class CheckpointFile:
     """
 
     def __init__(self, path: str | Path) -> None:
-        self.path = require_file(path, '--weights', CHECKPOINTS)
+        self.path = Path(path)
         of_network = self.path.suffix == '.pth' and bool(network_of(self.path))
         self.state = old_state(self.path) if of_network else None
         self.kind, self.origin = 'state_dict', None

@@ -1,4 +1,4 @@
-"""Convert a float model to a quantized model and back, in place, and record which blocks stay in float and why."""
+"""Convert a float model to a quantized model, in place, and record which blocks stay in float and why."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -9,7 +9,7 @@ from models.common import DFL
 from torchvision.models.convnext import CNBlock, ConvNeXt
 from torchvision.ops.misc import SqueezeExcitation
 
-from models.quantize.blocks import ACTIVATIONS, TWINS, QuantResidual, Twin
+from models.quantize.blocks import ACTIVATIONS, TWINS, QuantResidual
 from models.quantize.pickled_modules import TORCHVISION
 from models.quantize.quantizers import named_quantizers
 from models.quantize.scales import never_negative
@@ -171,12 +171,3 @@ def quantize_model(
         for _, quantizer in shifting:
             quantizer.shifts = quantizer._axis is None
     return done
-
-
-def dequantize_model(model: nn.Module) -> nn.Module:
-    """Undo `quantize_model` in place, and return the model: every twin becomes its upstream block again."""
-    for name, child in list(model.named_children()):
-        dequantize_model(child)
-        if isinstance(child, Twin):
-            model._modules[name] = child.to_float()
-    return model

@@ -128,14 +128,6 @@ class Quantizer(TensorQuantizer):
             self.set_amax(state_dict[prefix + '_amax'])
         torch.nn.Module._load_from_state_dict(self, state_dict, prefix, *args, **kwargs)
 
-    def extra_repr(self) -> str:
-        """Describe the quantizer, for the repr of a model."""
-        where = 'per-tensor' if self._axis is None else f'axis={self._axis}'
-        return (
-            f'int8 {where} amax={self._short_amax() if hasattr(self, "_amax") else None}'
-            f'{" disabled" if self._disabled else ""}'
-        )
-
 
 class SiLUQuantizer(Quantizer):
     """Quantizer of the input of SiLU: values below `least` need no range, because SiLU is nearly 0 there."""

@@ -15,7 +15,7 @@ from zoo import deployed
 from models.deploy.formats.onnx import export_onnx
 from models.quantize import checkpoint
 from models.quantize.blocks import QuantResidual, WeightedTwin
-from models.quantize.convert import dequantize_model, float_blocks
+from models.quantize.convert import float_blocks
 from models.quantize.network import layers
 from models.quantize.quantizers import named_quantizers, quantizers_off
 from models.quantize.scales import shared_scales
@@ -55,7 +55,6 @@ def test_quantizers_off_is_float_and_a_reload_is_the_same(network, tmp_path):
     with quantizers_off(quantized):
         assert torch.equal(quantized(images()), model(images()))
     assert not torch.equal(quantized(images()), model(images()))
-    assert torch.equal(dequantize_model(deepcopy(quantized))(images()), model(images()))
     file = tmp_path / 'q.pt'
     checkpoint.save_quantized(file, quantized, {}, '0' * 64)
     again, _ = checkpoint.CheckpointFile(file).load_quantized()

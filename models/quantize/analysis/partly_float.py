@@ -174,7 +174,7 @@ def measure_units(
     """
     model, predict = forms.model, TorchModel(forms.model)
     metrics_of: dict[Any, FormMetrics] = {
-        key: FormMetrics(predict, predict.task.scorer(names) if scoring else None) for key in ('float', 'int8')
+        key: FormMetrics(predict, predict.task.scorer(names) if scoring else None) for key in (FLOAT, INT8)
     }
     first = layer_numbers(model, units)
     for unit in units:
@@ -183,24 +183,16 @@ def measure_units(
     for batch in progress(loader):
         images, truth = prepared(batch, predict.device)
         images = channels_last(images)
-        forms.set_form(FLOAT)
-        *float_states, (output, _) = layer_states(model, 0, images, [])
-        wanted = HeadOutputs.of(output)
-        metrics_of['float'].add(output, wanted, truth)
-        forms.set_form(INT8)
-        *int8_states, (output, _) = layer_states(model, 0, images, [])
-        metrics_of['int8'].add(output, wanted, truth)
-        for unit, twins in units.items():
-            layer = first[unit]
-            forms.set_form(FLOAT, twins)
-            metrics_of[unit, 'without'].add(run_from_layer(model, layer, *int8_states[layer]), wanted, truth)
-            forms.set_form(INT8, twins)
-        forms.set_form(FLOAT)
-        for unit, twins in units.items():
-            layer = first[unit]
-            forms.set_form(ALONE, twins)
-            metrics_of[unit, 'only'].add(run_from_layer(model, layer, *float_states[layer]), wanted, truth)
-            forms.set_form(FLOAT, twins)
+        wanted = None
+        for others, form, way in ((FLOAT, ALONE, 'only'), (INT8, FLOAT, 'without')):
+            forms.set_form(others)
+            *states, (output, _) = layer_states(model, 0, images, [])
+            wanted = wanted or HeadOutputs.of(output)  # of the float model
+            metrics_of[others].add(output, wanted, truth)
+            for unit, twins in units.items():
+                forms.set_form(form, twins)
+                metrics_of[unit, way].add(run_from_layer(model, first[unit], *states[first[unit]]), wanted, truth)
+                forms.set_form(others, twins)
     found = {key: metrics.result() for key, metrics in metrics_of.items()}
     if scoring:
         resampled = {key: metrics.resampled for key, metrics in metrics_of.items() if metrics.scorer}

@@ -2,7 +2,8 @@
 
 import json
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -16,25 +17,15 @@ from utils.qat.core.files import write_text
 from utils.qat.evaluation.detection_scores import coco_figures
 
 
-class Stopwatch:
-    """A sum of wall times in seconds.
-
-    It waits for the GPU at both ends of a block, so that a block gets the time of the work that it queues.
-    """
-
-    def __init__(self, device: torch.device) -> None:
-        self.cuda, self.total = device.type == 'cuda', 0.0
-
-    def _now(self) -> float:
-        if self.cuda:
-            torch.cuda.synchronize()
-        return time.perf_counter()
-
-    def __enter__(self) -> None:
-        self.start = self._now()
-
-    def __exit__(self, *_: object) -> None:
-        self.total += self._now() - self.start
+@contextmanager
+def timed(seconds: dict[str, float], step: str, device: torch.device) -> Iterator[None]:
+    """Add the wall time of the block to seconds[step], with the work that it queues on a GPU."""
+    wait = torch.cuda.synchronize if device.type == 'cuda' else lambda: None
+    wait()
+    start = time.perf_counter()
+    yield
+    wait()
+    seconds[step] += time.perf_counter() - start
 
 
 @torch.inference_mode()
@@ -62,24 +53,24 @@ def evaluate(
     detections as COCO JSON.
     """
     task = getattr(predict, 'task', load_task('detect'))  # a plain function is a detector
-    clocks = {k: Stopwatch(device) for k in ('pre', 'inference', 'nms')}
+    seconds = dict.fromkeys(('pre', 'inference', 'nms'), 0.0)
     categories = coco80_to_coco91_class() if annotations else list(range(len(names)))
     scorer = task.scorer(names, categories if annotations or predictions_file else None)
     for batch in progress(loader) if progress else loader:
-        with clocks['pre']:
+        with timed(seconds, 'pre', device):
             images, truth = prepared(batch, device)
-        with clocks['inference']:
+        with timed(seconds, 'inference', device):
             outputs = predict(images)
-        with clocks['nms']:
+        with timed(seconds, 'nms', device):
             found = task.found_in(outputs, truth.shape, conf_thres, iou_thres, max_det)
         scorer.update(found, truth)
 
     scorer.batches = merged(scorer.batches)
-    seconds = merged([{k: c.total for k, c in clocks.items()}])  # a dict from each process
+    of_all = merged([seconds])  # from each process
     metrics = None
     if is_first():
         metrics = scorer.metrics(resample)
-        metrics.ms_per_image = {k: round(sum(s[k] for s in seconds) / metrics.images * 1e3, 2) for k in task.steps}
+        metrics.ms_per_image = {k: round(sum(s[k] for s in of_all) / metrics.images * 1e3, 2) for k in task.steps}
         if predictions_file and scorer.rows is not None:
             write_text(predictions_file, json.dumps(scorer.rows))
         if annotations:

@@ -4,9 +4,6 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from matplotlib.figure import Figure
-from matplotlib.ticker import MaxNLocator
-
 from utils.qat.config.tasks import TASKS, Task, load_task
 from utils.qat.core.files import write_picture
 from utils.qat.core.text import literal, markdown_table
@@ -95,6 +92,9 @@ def bar_places(places: Iterable[float], model: int, models: int) -> tuple[list[f
 
 def plot_classes(path: Path, models: dict[str, dict[str, Any]]) -> None:
     """Draw the AP (for a classifier the top-1 accuracy) of each class and model, and the first model's difference."""
+    from matplotlib.figure import Figure  # here, because tables need no matplotlib
+    from matplotlib.ticker import MaxNLocator
+
     key, *_ = score_keys(next(iter(models.values())))
     of = {'boxes': 'AP of boxes (IoU 0.50:0.95)', 'masks': 'AP of masks (IoU 0.50:0.95)', 'classes': 'top-1 accuracy'}
     whole = 'boxes' if key == 'ap' else 'classes'

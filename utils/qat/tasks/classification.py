@@ -40,7 +40,6 @@ class Classification(Task):
         return os.path.isdir(path)
 
     def load_data(self, file: Path, model: Any, flag: str = '--data') -> Any:
-        """Read and check a folder with train/ and val/; see Task.load_data."""
         from utils.qat.data.image_folders import load_image_folders
 
         if not file.is_dir():
@@ -50,7 +49,6 @@ class Classification(Task):
         return load_image_folders(file, model.names, flag)
 
     def require_labels(self, file: Path) -> None:
-        """Raise QatError unless the folder has the folders of the classes."""
         from utils.qat.data.image_folders import split_folders
 
         split_folders(file)
@@ -67,7 +65,6 @@ class Classification(Task):
         return Labelled(labelled_images(data, config, model, imgsz), model.names, MEAN, STD)
 
     def seen_as(self, imgsz: Sequence[int], square: bool) -> str:
-        """Describe in words how loaders.Loaders.scored prepares images."""
         return f'as their middle in {imgsz[0]} x {imgsz[1]}'
 
     def normalized(self, images: torch.Tensor) -> torch.Tensor:
@@ -77,7 +74,6 @@ class Classification(Task):
         return normalized(images)
 
     def pixels(self, images: torch.Tensor) -> torch.Tensor:
-        """Undo `normalized`."""
         from utils.qat.data.image_folders import MEAN, STD
 
         return images * images.new_tensor(STD)[:, None, None] + images.new_tensor(MEAN)[:, None, None]
@@ -104,11 +100,9 @@ class Classification(Task):
             raise ValueError(f'{len(model.names)} names of classes and {scores.shape[1]} scores')
 
     def classes_in(self, shapes: Sequence[Sequence[int]]) -> int:
-        """Return the number of classes of scores [B, classes]."""
-        return shapes[0][1]
+        return shapes[0][1]  # of scores [B, classes]
 
     def predictions(self, output: Any) -> Any:
-        """Return the scores [B, classes]."""
         return output
 
     def label_loss(self, model: nn.Module, weight: float) -> Callable[..., torch.Tensor]:
@@ -124,17 +118,14 @@ class Classification(Task):
         return ClassScorer(names)
 
     def found_in(self, outputs: Any, shape: tuple[int, ...], *settings: Any) -> Any:
-        """Return the scores."""
         return outputs
 
     def comparing(self) -> Any:
-        """Return compare_classes."""
         from utils.qat.evaluation import compare_classes
 
         return compare_classes
 
     def lines(self, found: Sequence[torch.Tensor], names: Mapping[int, str], top: int) -> list[Any]:
-        """Match the best classes of several classifiers."""
         from utils.qat.evaluation.side_by_side import class_lines
 
         return class_lines(found, names, top)

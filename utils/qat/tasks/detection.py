@@ -34,7 +34,6 @@ class Detection(Task):
         return os.path.isfile(path)
 
     def load_data(self, file: Path, model: Any, flag: str = '--data') -> Any:
-        """Read and check a data YAML; see Task.load_data."""
         from utils.qat.data.dataset import load_data
 
         if file.is_dir():
@@ -44,7 +43,6 @@ class Detection(Task):
         return load_data(file, model.nc, flag, self.masks)
 
     def require_labels(self, file: Path) -> None:
-        """Raise QatError unless the val images of a data YAML have labels."""
         from utils.qat.data.dataset import load_data
         from utils.qat.data.loaders import Loaders
 
@@ -58,7 +56,6 @@ class Detection(Task):
         return Labelled(labelled_images(data, config, model, imgsz), data.names)
 
     def seen_as(self, imgsz: Sequence[int], square: bool) -> str:
-        """Describe in words how loaders.Loaders.scored prepares images."""
         height, width = imgsz
         if height == width and not square:
             return f'as padded rectangles of up to {height} x {width}'
@@ -69,8 +66,7 @@ class Detection(Task):
         len(model.names), model.model[-1].nc
 
     def classes_in(self, shapes: Sequence[Sequence[int]]) -> int:
-        """Return the number of classes of predictions [B, 4 + classes, N]."""
-        return shapes[0][1] - 4
+        return shapes[0][1] - 4  # of predictions [B, 4 + classes, N]
 
     def predictions(self, output: Any) -> Any:
         """Return the predictions [B, 4 + classes, N]; the rest is for training."""
@@ -83,25 +79,21 @@ class Detection(Task):
         return LabelLoss(model, weight)
 
     def scorer(self, names: Mapping[int, str], categories: Sequence[int] | None = None) -> Any:
-        """Make a Scorer."""
         from utils.qat.evaluation.detection_scores import Scorer
 
         return Scorer(names, categories)
 
     def found_in(self, outputs: Any, shape: tuple[int, ...], *settings: Any) -> Any:
-        """Find the detections of each image by upstream's NMS."""
         from utils.qat.backends.detections import detect
 
         return detect(outputs, shape, *settings)
 
     def comparing(self) -> Any:
-        """Return compare_detections."""
         from utils.qat.evaluation import compare_detections
 
         return compare_detections
 
     def lines(self, found: Sequence[torch.Tensor], names: Mapping[int, str], top: int) -> list[Any]:
-        """Match the best detections of several models."""
         from utils.qat.evaluation.side_by_side import detection_lines
 
         return detection_lines(found, names, top)

@@ -22,8 +22,7 @@ class Segmentation(Detection):
     parts = (*Detection.parts, 'coefficients', 'prototypes')
 
     def classes_in(self, shapes: Sequence[Sequence[int]]) -> int:
-        """Return the number of classes of predictions [B, 4 + classes + nm, N] and prototypes [B, nm, H / 4, W / 4]."""
-        return super().classes_in(shapes) - shapes[1][1]
+        return super().classes_in(shapes) - shapes[1][1]  # of prototypes [B, nm, H / 4, W / 4]
 
     def predictions(self, output: Any) -> Any:
         """Return the predictions [B, 4 + classes + nm, N] and the prototypes."""

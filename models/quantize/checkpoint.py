@@ -21,6 +21,7 @@ from models.quantize.pickled_modules import OURS, TORCHVISION, TWINS, build
 from models.quantize.reparameterize import main_branch
 from models.quantize.scales import shared_scales
 from utils.qat.backends.pytorch import task_of
+from utils.qat.config.tables import CHECKPOINTS
 from utils.qat.core.command import command
 from utils.qat.core.errors import QatError, one_line
 from utils.qat.core.files import require_file, sha256, write_torch
@@ -48,7 +49,7 @@ class CheckpointFile:
     """
 
     def __init__(self, path: str | Path) -> None:
-        self.path = Path(path)
+        self.path = require_file(path, '--weights', CHECKPOINTS)
         of_network = self.path.suffix == '.pth' and bool(network_of(self.path))
         self.state = old_state(self.path) if of_network else None
         self.kind, self.origin = 'state_dict', None

@@ -193,6 +193,7 @@ def measure_units(
                 forms.set_form(form, twins)
                 metrics_of[unit, way].add(run_from_layer(model, first[unit], *states[first[unit]]), wanted, truth)
                 forms.set_form(others, twins)
+    forms.set_form(FLOAT)
     found = {key: metrics.result() for key, metrics in metrics_of.items()}
     if scoring:
         resampled = {key: metrics.resampled for key, metrics in metrics_of.items() if metrics.scorer}

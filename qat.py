@@ -236,12 +236,9 @@ def evaluate(configs: Sequence[EvalConfig]) -> None:
             f'--backend {config.backend}: only for exported files, and {config.weights} is a checkpoint; leave it out'
         )
 
-    import torch
-
     from models.deploy.load import load_model
     from utils.qat.evaluation.score_file import score_files
 
-    torch.backends.cudnn.allow_tf32 = False  # see open_folder
     score_files(configs, load_model)
 
 

@@ -103,13 +103,6 @@ def layer_states(model: nn.Module, first: int, x: Any, saved: Sequence) -> Itera
     yield x, saved
 
 
-def run_from_layer(model: nn.Module, first: int, x: Any, saved: Sequence) -> Any:
-    """Compute the model's output from layer `first` on; the arguments are as in `layer_states`."""
-    for output, _ in layer_states(model, first, x, saved):
-        pass
-    return output
-
-
 class FormMetrics:
     """The figures of one form of the model over all images: divergence and SQNR, and with a scorer the metrics.
 
@@ -148,12 +141,6 @@ class FormMetrics:
         return found
 
 
-def layer_numbers(model: nn.Module, units: Iterable[str]) -> dict[str, int]:
-    """Find the number of each unit's layer, as `layer_states` counts; 0 in a model that is run as a whole."""
-    numbers = {path: i for i, path in enumerate(layers(model))} if hasattr(model, 'model') else {}
-    return {unit: numbers.get(layer_of(model, unit)[0], 0) for unit in units}
-
-
 @torch.no_grad()
 def measure_units(
     forms: TwinForms | ActivationForms,
@@ -176,7 +163,9 @@ def measure_units(
     metrics_of: dict[Any, FormMetrics] = {
         key: FormMetrics(predict, predict.task.scorer(names) if scoring else None) for key in (FLOAT, INT8)
     }
-    first = layer_numbers(model, units)
+    # The number of each unit's layer, as `layer_states` counts; 0 in a model that is run as a whole
+    numbers = {path: i for i, path in enumerate(layers(model))} if hasattr(model, 'model') else {}
+    first = {unit: numbers.get(layer_of(model, unit)[0], 0) for unit in units}
     for unit in units:
         metrics_of[unit, 'only'] = FormMetrics(predict)
         metrics_of[unit, 'without'] = FormMetrics(predict, predict.task.scorer(names) if scoring else None)
@@ -191,7 +180,8 @@ def measure_units(
             metrics_of[others].add(output, wanted, truth)
             for unit, twins in units.items():
                 forms.set_form(form, twins)
-                metrics_of[unit, way].add(run_from_layer(model, first[unit], *states[first[unit]]), wanted, truth)
+                *_, (output, _) = layer_states(model, first[unit], *states[first[unit]])
+                metrics_of[unit, way].add(output, wanted, truth)
                 forms.set_form(others, twins)
     forms.set_form(FLOAT)
     found = {key: metrics.result() for key, metrics in metrics_of.items()}

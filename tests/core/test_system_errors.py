@@ -4,7 +4,9 @@ import errno
 import os
 
 import pytest
+import torch
 
+from utils.qat.config.common import LoaderConfig
 from utils.qat.core.errors import explain
 from utils.qat.core.files import atomic
 from utils.qat.data.loaders import Loader
@@ -36,16 +38,14 @@ def test_the_line_of_an_error(error, says):
 @pytest.mark.parametrize('error', [ConnectionResetError(errno.ECONNRESET, 'reset'), EOFError()])
 def test_a_loader_whose_worker_dies_while_it_hands_over_a_batch(error):
     class Images:
-        def __len__(self):
-            return 2
-
         def __getitem__(self, index):
             if index:
                 raise error  # as the connection to the worker does
-            return index
+            return torch.zeros(3, 8, 8), index, ''
 
-    batches = iter(Loader(Images(), batch_size=1))
-    assert next(batches).item() == 0
+    batches = iter(Loader(Images(), LoaderConfig(workers=0), [[0], [1]]))
+    _, classes, _ = next(batches)
+    assert classes.tolist() == [0]
     with pytest.raises(RuntimeError) as raised:
         next(batches)
     assert explain(raised.value).startswith(KILLED)

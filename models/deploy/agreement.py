@@ -28,7 +28,13 @@ from utils.qat.core.errors import QatError
 LIMITS = {('float', 'FP32'): 1e-3, ('float', 'FP16'): 5e-3, ('INT8', 'FP32'): 0.05, ('INT8', 'FP16'): 0.08}
 MARGIN, SAMPLES = 3, 8
 LAST_BITS = {'FP32': 2.0**-22, 'FP16': 2.0**-12}  # relative to the largest output of a convolution
-RELATIVE = 'boxes', 'scores', 'coefficients', 'prototypes', 'logits'  # the errors that must keep the limit
+RELATIVE = {  # part of the outputs, whose relative error must keep the limit → its title
+    'boxes': 'boxes',
+    'scores': 'scores',  # of the classes, as logits
+    'coefficients': 'mask coefficients',
+    'prototypes': 'prototypes',
+    'logits': 'logits',  # of a classifier
+}
 MIN_SCORE = 1e-4  # a lower score counts as this: its logit magnifies float rounding, and no threshold is lower
 
 
@@ -36,27 +42,14 @@ MIN_SCORE = 1e-4  # a lower score counts as this: its logit magnifies float roun
 class Agreement:
     """Differences between PyTorch and the engine that checked a written file, on the made images."""
 
+    errors: dict[str, float]  # relative errors of the parts, by the keys of RELATIVE that the model has
     noise: float  # largest relative error of PyTorch against itself; 0 for a float model
     limit: float  # the relative error allowed
-    boxes: float = 0.0  # relative error of the boxes; these four are 0 for a classifier
-    scores: float = 0.0  # relative error of the class scores, as logits
-    boxes_max: float = 0.0  # largest absolute difference, pixels
-    scores_max: float = 0.0  # largest absolute difference, 0..1
-    coefficients: float | None = None  # relative error of the mask coefficients; None for a detector
-    prototypes: float | None = None  # relative error of the prototypes; None for a detector
-    logits: float | None = None  # relative error of a classifier's logits; None for other models
-    logits_max: float | None = None  # largest absolute difference of the logits
 
     def __str__(self) -> str:
-        if self.logits is not None:
-            return f'logits {self.logits:.3%}; rounding explains up to {self.limit:.1%}'
-        masks = ''
-        if self.prototypes is not None:
-            masks = f', mask coefficients {self.coefficients:.3%}, prototypes {self.prototypes:.3%}'
-        return (
-            f'boxes {self.boxes:.3%}, scores {self.scores:.3%}{masks} of their spread; '
-            f'rounding explains up to {self.limit:.1%}'
-        )
+        parts = ', '.join(f'{RELATIVE[name]} {error:.3%}' for name, error in self.errors.items())
+        spread = '' if 'logits' in self.errors else ' of their spread'
+        return f'{parts}{spread}; rounding explains up to {self.limit:.1%}'
 
 
 def traceable_copy(model: nn.Module, inplace: bool = False) -> nn.Module:
@@ -81,30 +74,23 @@ def made_images(batch: int, imgsz: Sequence[int]) -> torch.Tensor:
     return sum(layers) / len(layers)
 
 
-def _relative(ours: torch.Tensor, theirs: torch.Tensor) -> float:
-    return ((ours - theirs).norm() / theirs.norm()).item()
-
-
 def output_differences(ours: Any, theirs: Any, engine: str = 'ONNX Runtime') -> dict[str, float]:
     """Compare the outputs of `engine` with PyTorch's: predictions [B, 4 + nc, N], or with masks (predictions, prototypes).
 
-    Returns figures of Agreement: 'boxes', 'scores', 'boxes_max', 'scores_max', and for masks 'coefficients' and 'prototypes';
-    for a classifier 'logits' and 'logits_max'. Raises QatError if the shapes differ.
+    Returns the relative error of each part, see RELATIVE. Raises QatError if the shapes differ.
     """
     ours, theirs = ({name: part.cpu() for name, part in split_outputs(outputs).items()} for outputs in (ours, theirs))
     shapes = [[tuple(part.shape) for part in model.values()] for model in (ours, theirs)]
     if shapes[0] != shapes[1]:
         raise QatError(f'{engine} returns {shapes[0]}, PyTorch {shapes[1]}')
-    absolute = [name for name in ('boxes', 'scores', 'logits') if name in ours]
-    figures = {f'{name}_max': (ours[name] - theirs[name]).abs().max().item() for name in absolute}
     for model in (ours, theirs):
         if 'scores' in model:
             model['scores'] = model['scores'].logit(MIN_SCORE)
-    return {**figures, **{name: _relative(ours[name], theirs[name]) for name in theirs}}
+    return {name: ((ours[name] - theirs[name]).norm() / theirs[name].norm()).item() for name in theirs}
 
 
 def rounding_noise(model: nn.Module, images: torch.Tensor, theirs: Any, last_bits: float, seed: int) -> float:
-    """Randomize the last bits of each convolution's output, and return the largest error of RELATIVE in the model's outputs.
+    """Randomize the last bits of each convolution's output, and return the largest relative error of the model's outputs.
 
     `model` is in the form of `traceable_copy`, and `theirs` are its outputs without the change. `last_bits` is the largest change,
     relative to the largest output of a convolution.
@@ -121,7 +107,7 @@ def rounding_noise(model: nn.Module, images: torch.Tensor, theirs: Any, last_bit
     finally:
         for hook in hooks:
             hook.remove()
-    return max(moved.get(name, 0) for name in RELATIVE)
+    return max(moved.values())
 
 
 class Reference:
@@ -147,9 +133,8 @@ class Reference:
         `typing`, 'FP32' or 'FP16', is the type of everything that is not INT8. Raises QatError if they differ by more than LIMITS,
         and by more than MARGIN times the rounding noise of the model.
         """
-        figures = output_differences(ours, self.outputs, engine)
+        errors = output_differences(ours, self.outputs, engine)
         limit, noise = LIMITS['INT8' if self.quantized else 'float', typing], 0.0
-        errors = {name: figures[name] for name in RELATIVE if name in figures}
 
         def agree() -> bool:
             return all(error <= limit for error in errors.values())
@@ -164,7 +149,7 @@ class Reference:
                 f'{engine} differs from PyTorch by {", ".join(f"{e:.2%} ({name})" for name, e in errors.items())}, '
                 f'more than {limit:.1%}; no file was written'
             )
-        return Agreement(noise=noise, limit=limit, **figures)
+        return Agreement(errors=errors, noise=noise, limit=limit)
 
 
 def metadata_of(model: nn.Module, kept_float: Sequence[str] = (), target: str = DEFAULT_TARGET) -> dict[str, Any]:

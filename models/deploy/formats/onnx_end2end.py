@@ -24,7 +24,7 @@ from utils.qat.backends.detections import Detections
 from utils.qat.backends.onnxruntime import run_graph
 from utils.qat.config.export import PLUGIN, Nms, Pooling
 from utils.qat.config.tables import NMS
-from utils.qat.core.errors import QatError, check
+from utils.qat.core.errors import QatError
 from utils.qat.core.files import atomic, write_text
 from utils.qat.data.image_folders import MEAN, STD, normalized
 from utils.qat.data.masks import BoxMasks
@@ -223,8 +223,10 @@ class OnnxEnd2end(Format):
     @override
     def require(self, export: Export) -> None:
         if not export.predict.task.boxes:
-            given = export.config.given(NMS)
-            check([(given, f'{given}: only for detectors, and {export.config.weights} is {export.predict.task.title}')])
+            if given := export.config.given(NMS):
+                raise QatError(
+                    f'{given}: only for detectors, and {export.config.weights} is {export.predict.task.title}'
+                )
             return
         nms, _ = export.nms
         if nms.kind == 'plugin':

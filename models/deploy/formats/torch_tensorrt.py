@@ -19,7 +19,7 @@ from models.deploy.agreement import Reference, metadata_of
 from models.deploy.formats.format import Export, Format, Written, size_of
 from models.deploy.quantize_op import quantize_op_program
 from utils.qat.backends.file_model import open_file
-from utils.qat.config.export import TorchTensorRT
+from utils.qat.config.export import TORCH_TENSORRT_FILES
 from utils.qat.core.command import command
 from utils.qat.core.errors import QatError, check, one_line
 from utils.qat.core.files import atomic
@@ -84,11 +84,11 @@ def write_engine(path: Path, engine: bytes, built_by: str, check: Callable[[Path
 
 
 def compile_settings(
-    tt: Any, device: torch.device, smallest: Sequence[int], largest: Sequence[int], options: TorchTensorRT, path: Path
+    tt: Any, device: torch.device, smallest: Sequence[int], largest: Sequence[int], workspace: int, path: Path
 ) -> dict[str, Any]:
     """Return the arguments that both compilers of Torch-TensorRT (`tt`) take.
 
-    `smallest` and `largest` are shapes of the images; the kernels are chosen for the largest. The timing cache lies beside `path`,
+    `smallest` and `largest` are shapes of the images; the kernels are chosen for the largest. `workspace` is in MiB. The timing cache lies beside `path`,
     MODEL.ep, so that the second build reuses the timings of the first.
     """
     shapes = {'min_shape': smallest, 'opt_shape': largest, 'max_shape': largest}
@@ -99,7 +99,7 @@ def compile_settings(
             else tt.Input(**shapes, dtype=torch.float32, name='images')
         ],
         'device': device,
-        'workspace_size': options.workspace * MIB,
+        'workspace_size': workspace * MIB,
         'timing_cache_path': str(path.with_name(f'{path.stem}-torch_tensorrt.timing.cache').absolute()),
     }
 
@@ -138,13 +138,14 @@ class TorchTensorRTFormat(Format):
     def write(self, export: Export, path: Path) -> Written:
         LOGGER.info('compiling with Torch-TensorRT: some minutes')
         config, model, device = export.config, export.predict.model, export.predict.device
-        tt, options, imgsz, batch = load_torch_tensorrt(device), config.torch_tensorrt, config.imgsz, config.batch_size
-        program = quantize_op_program(model, imgsz, batch, config.dynamic, options.dtype == 'fp16')
-        reference, typing = Reference(model, batch, imgsz), options.dtype.upper()
+        tt, imgsz, batch = load_torch_tensorrt(device), config.imgsz, config.batch_size
+        program = quantize_op_program(model, imgsz, batch, config.dynamic, config.dtype == 'fp16')
+        reference, typing = Reference(model, batch, imgsz), config.dtype.upper()
         images = reference.images
         smallest, largest = (1 if config.dynamic else batch, 3, *imgsz), (batch, 3, *imgsz)
-        settings = compile_settings(tt, device, smallest, largest, options, path)
-        files, found = options.files(path), dict[Path, str]()
+        settings = compile_settings(tt, device, smallest, largest, config.workspace, path)
+        files = {kind: path.with_name(path.stem + TORCH_TENSORRT_FILES[kind]) for kind in config.formats}
+        found: dict[Path, str] = {}
 
         def agree(file: Path, ours: Any) -> None:
             engine = f'Torch-TensorRT ({file.name})'
@@ -152,7 +153,7 @@ class TorchTensorRTFormat(Format):
 
         try:
             if {'ep', 'ts'} & set(files):
-                whole = options.require_full_compilation
+                whole = config.require_full_compilation
                 compiled = tt.dynamo.compile(program, require_full_compilation=whole, min_block_size=1, **settings)
             for kind in sorted({'ep', 'ts'} & set(files)):
                 with atomic(files[kind]) as tmp:
@@ -176,7 +177,7 @@ class TorchTensorRTFormat(Format):
                     typed=True,
                     inputs={'images': {'min': smallest, 'opt': largest, 'max': largest}},
                     metadata={key: str(value) for key, value in metadata.items()},
-                    workspace_mib=options.workspace,
+                    workspace_mib=config.workspace,
                     level=None,
                     torch_tensorrt=tt.__version__,
                 )

@@ -71,20 +71,6 @@ class Pooling:
     sampling_ratio: int = 0  # points per value and axis, averaged; 0 = one for each prototype cell under the value
 
 
-@dataclass(frozen=True)
-class TorchTensorRT:
-    """Settings of Torch-TensorRT, see models/deploy/formats/torch_tensorrt.py."""
-
-    formats: tuple[str, ...] = ('ep', 'engine')  # of TORCH_TENSORRT_FILES
-    dtype: str = 'fp16'  # outside of Q/DQ
-    workspace: int = WORKSPACE  # MiB
-    require_full_compilation: bool = True  # of ep and ts; an engine is always whole
-
-    def files(self, path: Path) -> dict[str, Path]:
-        """Return the files: format → path. path: MODEL.ep."""
-        return {name: path.with_name(path.stem + TORCH_TENSORRT_FILES[name]) for name in self.formats}
-
-
 @dataclass(frozen=True, kw_only=True)
 class OnnxConfig(Settings):
     """Settings of an ONNX file for TensorRT."""
@@ -189,20 +175,15 @@ class ExportConfig(OnnxConfig):
     )
 
     formats: tuple[str, ...] = by_torch_tensorrt(
-        TorchTensorRT.formats,
+        ('ep', 'engine'),
         'ep: exported program. ts: TorchScript, for C++. engine: the engine alone',
         allowed=tuple(TORCH_TENSORRT_FILES),
     )
-    dtype: str = by_torch_tensorrt(TorchTensorRT.dtype, 'types outside of Q/DQ', allowed=('fp16', 'fp32'))
-    workspace: int = by_torch_tensorrt(TorchTensorRT.workspace, 'memory for kernels', metavar='MIB', allowed=MEMORY)
-    require_full_compilation: bool = by_torch_tensorrt(
-        TorchTensorRT.require_full_compilation, 'let PyTorch run what TensorRT does not take (ep, ts)'
+    dtype: str = by_torch_tensorrt('fp16', 'types outside of Q/DQ', allowed=('fp16', 'fp32'))
+    workspace: int = by_torch_tensorrt(WORKSPACE, 'memory for kernels', metavar='MIB', allowed=MEMORY)
+    require_full_compilation: bool = by_torch_tensorrt(  # of ep and ts; an engine is always whole
+        True, 'let PyTorch run what TensorRT does not take (ep, ts)'
     )
-
-    @property
-    def torch_tensorrt(self) -> TorchTensorRT:
-        """The options of Torch-TensorRT."""
-        return TorchTensorRT(*(getattr(self, f.name) for f in fields(TorchTensorRT)))
 
     @property
     def files(self) -> dict[str, Path]:

@@ -23,16 +23,6 @@ def shape_text(tensor: Tensor) -> str:
     return '?' if tensor.shape is None else '×'.join(map(str, tensor.shape)) or 'scalar'
 
 
-def time_text(ms: float | None) -> str:
-    """Write a time in ms; '-' for None."""
-    return '-' if ms is None else f'{ms:.4f}'
-
-
-def share_text(share: float | None) -> str:
-    """Write a share, 0 to 1, as a percentage; '-' for None."""
-    return '-' if share is None else f'{share:.1%}'
-
-
 def short_name(layer: Layer) -> str:
     """Name `layer` in at most WIDTH characters: the common module of its ONNX nodes, and their operators."""
     paths = [p for name in layer.nodes or [layer.name] for p in NODE.findall(name)]
@@ -89,12 +79,10 @@ def _sums(engine: Engine, what: str, key: Callable[[Layer], str]) -> str:
 
 
 def _time(engine: Engine, layers: list[Layer]) -> list[int | str]:
-    """Return three cells: the number of `layers`, their time and their share."""
-    return [
-        len(layers),
-        time_text(sum(layer.ms or 0 for layer in layers) if engine.ms else None),
-        share_text(engine.share(layers)),
-    ]
+    """Return three cells: the number of `layers`, their time in ms and their share; '-' without a profile."""
+    share = engine.share(layers)
+    times = ['-', '-'] if share is None else [f'{sum(layer.ms or 0 for layer in layers):.4f}', f'{share:.1%}']
+    return [len(layers), *times]
 
 
 def _role(layer: Layer) -> str:

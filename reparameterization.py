@@ -93,17 +93,16 @@ def main(argv: Sequence[str] | None = None) -> None:
                 f'go on with: {command("qat.py", "quantize", "--weights", args.weights, "--data", "DATA.yaml")}'
             )
         parameters = sum(p.numel() for p in model.parameters())
-        result, difference = main_branch(model, f'--weights {args.weights}')
-        check_against(args, model, result.model)
+        single, difference = main_branch(model, f'--weights {args.weights}')
+        check_against(args, model, single)
 
-    single = result.model
     remaining = sum(p.numel() for p in single.parameters())
     args.save.parent.mkdir(parents=True, exist_ok=True)
     content = {'model': single.half(), 'ema': None, 'updates': None, 'optimizer': None, 'epoch': -1}
     write_torch(args.save, {**{k: ckpt[k] for k in ('date', 'git') if k in ckpt}, **content})
     LOGGER.info(
-        f'{args.weights} ({type(model.model[-1]).__name__}) -> {args.save} ({result.head})\n'
-        f'layers      {len(model.model)} -> {len(single.model)} ({len(result.dropped)} dropped)\n'
+        f'{args.weights} ({type(model.model[-1]).__name__}) -> {args.save} ({type(head_of(single)).__name__})\n'
+        f'layers      {len(model.model)} -> {len(single.model)} ({len(model.model) - len(single.model)} dropped)\n'
         f'parameters  {parameters:,} -> {remaining:,}\n'
         f'classes     {single.model[-1].nc}\n'
         f'largest difference from the main branch on a random image: {difference:.2g}'

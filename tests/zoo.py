@@ -241,7 +241,7 @@ def reparameterized_demo(demo):
     """Write demo.single, the main branch of demo.dual; returns `demo`."""
     with quiet_upstream():
         _, dual = checkpoint.CheckpointFile(demo.dual).load_dual_or_float()
-        torch.save({'model': reparameterize(dual).model.half(), 'ema': None}, demo.single)
+        torch.save({'model': reparameterize(dual).half(), 'ema': None}, demo.single)
     return demo
 
 

@@ -80,12 +80,12 @@ class CheckpointFile:
         _, model = self.load_dual_or_float()
         head = type(head_of(model)).__name__
         if head.startswith(('Dual', 'Triple')):
-            made, _ = main_branch(model, f'--weights {self.path}')
-            model = made.model
+            single, _ = main_branch(model, f'--weights {self.path}')
             LOGGER.info(
-                f'{self.path}: {head} -> {made.head} in memory, as reparameterization.py does: {len(made.dropped)} layers of the '
-                'auxiliary branch dropped'
+                f'{self.path}: {head} -> {type(head_of(single)).__name__} in memory, as reparameterization.py does: '
+                f'{len(model.model) - len(single.model)} layers of the auxiliary branch dropped'
             )
+            model = single
         return fuse(model).to(device)
 
     def load_quantized(self, device: torch.device | str = 'cpu') -> tuple[nn.Module, dict[str, Any]]:

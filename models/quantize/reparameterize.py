@@ -12,7 +12,6 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from copy import deepcopy
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -130,16 +129,6 @@ def require_small_maps(content: Any, source: str) -> None:
             maps.append(x if layer.i in read else None)
 
 
-@dataclass
-class Reparameterized:
-    """A single-branch model, and the layers that it was made from."""
-
-    model: nn.Module  # FP32, in eval mode, on the CPU
-    kept: list[int]  # old indices of its layers, in order
-    dropped: list[int]  # old indices
-    head: str  # class of the new head
-
-
 def _sources(layer: nn.Module) -> list[int]:
     """List the indices of the layers that `layer` reads; -1 is the image."""
     froms = [layer.f] if isinstance(layer.f, int) else layer.f
@@ -189,10 +178,10 @@ def _single_yaml(model: nn.Module, kept: Sequence[int], inputs: Sequence[int], h
     return {**deepcopy(model.yaml), 'backbone': layers[:in_backbone], 'head': layers[in_backbone:]}
 
 
-def reparameterize(model: nn.Module) -> Reparameterized:
+def reparameterize(model: nn.Module) -> nn.Module:
     """Make a single-branch model that computes the main outputs of `model`, which is on the CPU and becomes FP32.
 
-    Raises QatError if the head has no auxiliary branch, or no single twin in this upstream tree; if the YAML in the checkpoint does
+    The new model is in FP32, in eval mode. Raises QatError if the head has no auxiliary branch, or no single twin in this upstream tree; if the YAML in the checkpoint does
     not fit; or if a parameter is missing or left over.
     """
     old_head = model.model[-1]
@@ -235,24 +224,22 @@ def reparameterize(model: nn.Module) -> Reparameterized:
     single = deepcopy(model, {id(model.model): found})  # all else is the model's
     single.yaml, single.save = content, read
     vars(single).pop('yaml_file', None)  # of the network with two branches
-    dropped = [i for i in range(len(model.model) - 1) if i not in kept]
-    return Reparameterized(single.eval(), kept, dropped, head)
+    return single.eval()
 
 
-def main_branch(model: nn.Module, source: str) -> tuple[Reparameterized, float]:
+def main_branch(model: nn.Module, source: str) -> tuple[nn.Module, float]:
     """Reparameterize a model, and check the result. source: of the model, for messages.
 
-    Returns what `reparameterize` returns, its model rounded to FP16, as checkpoints are, and in FP32 again; and the
-    `largest_difference` before the rounding. Raises QatError as `reparameterize` does, or if the outputs differ.
+    Returns the new model, rounded to FP16, as checkpoints are, and in FP32 again; and the `largest_difference` before the
+    rounding. Raises QatError as `reparameterize` does, or if the outputs differ.
     """
-    result = reparameterize(model)
-    difference = largest_difference(model, result.model)
+    single = reparameterize(model)
+    difference = largest_difference(model, single)
     if difference > DIFFERENCE:
         raise QatError(
             f'{source}: the converted model differs from the main branch by {difference:.2g}; please report it'
         )
-    result.model.half().float()
-    return result, difference
+    return single.half().float(), difference
 
 
 @torch.no_grad()

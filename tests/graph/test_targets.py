@@ -51,7 +51,7 @@ def prepared(name, target=TENSORRT, tie=True, **changes):
     name, smaller = NETWORKS.get(name, (name, {}))
     model = build(name, **smaller, **changes)
     if type(model.model[-1]).__name__.startswith(('Dual', 'Triple')):
-        model = reparameterize(model).model
+        model = reparameterize(model)
     done = quantize_model(fuse(model), target=target)
     if tie:
         tie_scales(model)
@@ -297,7 +297,7 @@ def test_scales_and_zero_points_of_the_file_are_the_models(tmp_path):
 @torch.no_grad()
 def test_values_far_below_zero_widen_no_range():
     """SiLU is nearly 0 there."""
-    model = reparameterize(build('demo', **SMALL)).model
+    model = reparameterize(build('demo', **SMALL))
     quantize_model(fuse(model), target=ORT)
     first = model.model[0]
     first.conv.bias.data[0] = -1000.0

@@ -91,7 +91,7 @@ def test_so_it_is_with_the_other_heads(name, tmp_path):
     """DSegment, and DualDSegment, which reparameterization turns into a DSegment."""
     model = build(name)
     if type(model.model[-1]).__name__ == 'DualDSegment':
-        model = reparameterize(model).model
+        model = reparameterize(model)
     quantize_model(fuse(model))
     groups = tie_scales(model)
     fit_ranges(model, [image(batch=2)], settings())
@@ -115,7 +115,7 @@ def test_class_paths_are_a_file_format(demo):
 @torch.no_grad()
 @pytest.mark.parametrize('activation', ['nn.ReLU(inplace=True)', 'nn.LeakyReLU(0.2)', 'nn.PReLU()', 'nn.Softplus(2)'])
 def test_a_model_for_onnxruntime_is_read_again(tmp_path, activation):
-    model = reparameterize(build('demo', **SMALL, activation=activation)).model
+    model = reparameterize(build('demo', **SMALL, activation=activation))
     quantize_model(fuse(model), target=load_target('onnxruntime'))
     fit_ranges(model, [image(batch=2)], settings())
     path = tmp_path / 'model.pt'

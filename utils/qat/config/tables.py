@@ -12,12 +12,12 @@ from utils.qat.core.errors import QatError
 
 
 class TargetText(NamedTuple):
-    """Texts about the engine of a target. placement: difference from the Q/DQ placement of the default target, for `-h`. include: its kind of file. package: writes it, and is installed by hand."""
+    """Texts about the engine of a target."""
 
     title: str
-    placement: str = ''
-    include: str = 'onnx'
-    package: str = ''
+    placement: str = ''  # difference from the Q/DQ placement of the default target, for `-h`
+    include: str = 'onnx'  # its kind of file
+    package: str = ''  # writes that file, and is installed by hand
 
     @property
     def exports(self) -> str:

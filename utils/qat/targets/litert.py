@@ -5,14 +5,13 @@ convolution. ADD reads two scales; the kernels that only move values, such as CO
 (https://ai.google.dev/edge/litert/conversion/tensorflow/quantization/quantization_spec).
 """
 
-from utils.qat.targets.target import Target
+from dataclasses import replace
 
-TARGET = Target(
-    'litert',
-    activations=True,
-    zero_points='any',
+from utils.qat.targets import onnxruntime
+
+TARGET = replace(
+    onnxruntime.TARGET,
+    name='litert',
     add_policies={'both': 'each', 'residual': 'each'},
     only_here='TensorRT reads no zero points, and in OpenVINO the file is slower',
-    in_openvino='the Q/DQ around SiLU cost OpenVINO a quarter more time',
-    in_openvino_classes='OpenVINO needs no Q/DQ around activation functions, and no zero points but those behind a ReLU',
 )

@@ -106,6 +106,18 @@ def split_map(raw: torch.Tensor, bins: int) -> tuple[torch.Tensor, torch.Tensor]
     return sides.unflatten(1, (4, bins)), scores
 
 
+def divergence_of_sides(
+    sides: torch.Tensor, true_sides: torch.Tensor, true_scores: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Compute the divergence of a box's distances from the float model's at each place, and its weight: [B, H, W] both.
+
+    `sides` [B, 4, bins, H, W] and `true_scores` [B, classes, H, W] are logits. The weight is in the divergence already.
+    """
+    log, true_log = sides.log_softmax(2), true_sides.log_softmax(2)
+    weight = true_scores.amax(1).sigmoid()
+    return (true_log.exp() * (true_log - log)).sum(2).mean(1) * weight, weight
+
+
 def strongest_places(raw: HeadOutputs, bins: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Find the places with the highest scores, whose masks count, and the weights of the points of these masks.
 
@@ -145,9 +157,7 @@ def divergence_sums(mine: Any, wanted: Any, bins: int) -> tuple[torch.Tensor, to
     total, weights = 0.0, 0.0
     for ours, theirs in zip(mine.maps, wanted.maps):
         (sides, scores), (true_sides, true_scores) = (split_map(raw, bins) for raw in (ours, theirs))
-        sides, true_sides = sides.log_softmax(2), true_sides.log_softmax(2)
-        weight = true_scores.amax(1).sigmoid()  # [B, H, W]
-        of_sides = (true_sides.exp() * (true_sides - sides)).sum(2).mean(1) * weight
+        of_sides, weight = divergence_of_sides(sides, true_sides, true_scores)
         total = total + bernoulli_divergence(scores, true_scores).sum((1, 2, 3), dtype=torch.float64)
         total = total + of_sides.sum((1, 2), dtype=torch.float64)
         weights = weights + weight.sum((1, 2), dtype=torch.float64)

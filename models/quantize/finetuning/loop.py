@@ -1,7 +1,8 @@
 """Quantization-aware fine-tuning (QAT): the quantized student learns to reproduce the float teacher, layer by layer.
 
 The student starts as the teacher plus rounding noise, and the target of every layer is the output of the teacher's
-layer. So only --task-loss needs labels. Fake-quantizers pass gradients straight through inside their range. Scales stay
+layer. So only --task-loss needs labels. A student with other activation functions cannot reproduce every layer: there the
+divergence of the boxes counts too, at the places with an object. Fake-quantizers pass gradients straight through inside their range. Scales stay
 as calibrated.
 """
 
@@ -16,6 +17,7 @@ import torch
 import torch.nn as nn
 
 from models.quantize.activations import exchanges
+from models.quantize.calibration.divergence import bins_of
 from models.quantize.finetuning.training_step import GraphedStep, NotFinite, TrainingStep
 from models.quantize.network import layers as layers_of
 from utils.qat.backends.pytorch import task_of
@@ -25,7 +27,7 @@ from utils.qat.core.errors import QatError
 from utils.qat.data.loaders import TrainingImages
 
 ADAPTATION_RATE = 1e-3  # the highest learning rate of an adaptation
-EXCHANGED_AT = 0.6  # share of the steps of an adaptation after which only the new functions are left
+EXCHANGED_AT = 0.3  # share of the steps of an adaptation after which only the new functions are left
 LOOK_EVERY = 50  # steps between two checks of the device; the host waits for each check
 
 
@@ -98,6 +100,7 @@ def finetune(
         config.precision(next(student.parameters()).device.type),
         capturable=bool(config.compile),
         label_loss=on_labels,
+        box_bins=bins_of(student) if config.activation == 'relu' else 0,
     )
     step: TrainingStep | GraphedStep = GraphedStep(ungraphed) if config.compile else ungraphed
     per_epoch = min(config.iters, len(loader))

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 import torch.nn as nn
 
+from models.quantize.calibration.divergence import divergence_of_sides, split_map
 from models.quantize.network import head_of, removed_after
 from models.quantize.network import layers as layers_of
 from models.quantize.quantizers import QMIN, FixedScales, gpu_kernels
@@ -28,7 +29,7 @@ DTYPES = {'off': torch.float32, 'bf16': torch.bfloat16, 'fp16': torch.float16}
 MAX_NORM = 10.0  # of the gradient
 # The loss is relative to whole layers, so gradients of single activations are near 1e-8; FP16 ends at 6e-8.
 LOSS_SCALE, GROW_AFTER = 2.0**13, 100  # the first scale, and the number of good steps after which it doubles
-LABELS = 'labels'  # a term of the loss without a layer
+BOXES, LABELS = 'boxes', 'labels'  # terms of the loss without a layer
 MOMENTS = 'step', 'exp_avg', 'exp_avg_sq'  # Adam's state of a parameter
 WARM_UP = 3  # steps before a CUDA graph is recorded, in which libraries choose kernels and allocate memory
 
@@ -74,6 +75,20 @@ def relative_error(outputs: Sequence[torch.Tensor], targets: Sequence[torch.Tens
     """
     error, energy = torch.stack([_error_and_energy(s, t) for s, t in zip(outputs, targets)]).sum(0).unbind(1)
     return (error / energy.clamp(min=1e-12) + TINY).sqrt().mean()
+
+
+def box_divergence(outputs: Any, wanted: Any, bins: int) -> torch.Tensor:
+    """Compute the divergence of the boxes from the teacher's, at a place with an object: raw outputs of two detectors → FP32 [].
+
+    The weight of a place is the teacher's best score there, see divergence.divergence_of_sides.
+    """
+    total, weights = zip(
+        *(
+            divergence_of_sides(split_map(ours.float(), bins)[0], *split_map(theirs.float(), bins))
+            for ours, theirs in zip(output_parts(outputs)[0], output_parts(wanted)[0])
+        )
+    )
+    return sum(t.sum() for t in total) / sum(w.sum() for w in weights)
 
 
 class NotFinite(Exception):
@@ -162,6 +177,7 @@ class TrainingStep:
             that precision. Weights, scales, loss and update stay FP32.
         capturable: for a CUDA graph; the learning rate is then on the device.
         label_loss: see Task.label_loss; it is added to the loss. Not in a CUDA graph.
+        box_bins: bins of the distances whose `box_divergence` is added to the loss; 0 = it is not.
     """
 
     def __init__(
@@ -173,12 +189,18 @@ class TrainingStep:
         amp: str = 'off',
         capturable: bool = False,
         label_loss: Callable[..., torch.Tensor] | None = None,
+        box_bins: int = 0,
     ) -> None:
         for p in student.parameters():
             p.requires_grad_(p.is_floating_point())
         head_emits_raw_maps(student)
         head_emits_raw_maps(teacher)
-        self.student, self.teacher, self.layers, self.label_loss = student, teacher, layers, label_loss
+        self.student, self.teacher, self.layers = student, teacher, layers
+        self.others: dict[str, Callable[..., torch.Tensor]] = {}  # terms of the raw outputs of both, and of the labels
+        if box_bins:
+            self.others[BOXES] = lambda outputs, wanted, *labels: box_divergence(outputs, wanted, box_bins)
+        if label_loss:
+            self.others[LABELS] = lambda outputs, wanted, *labels: label_loss(outputs, *labels)
         self.device, self.dtype = next(student.parameters()).device, DTYPES[amp]
         self.cuda = self.device.type == 'cuda'
         self.amp = amp != 'off'
@@ -272,12 +294,12 @@ class TrainingStep:
         return sum(others, first) / (1 + len(others)) if others else first
 
     def _compare(self, images: torch.Tensor, *labels: Any) -> dict[Any, torch.Tensor]:
-        """Run both models on `images`: layer → its term of the loss, and the term of the labels at the end."""
+        """Run both models on `images`: layer → its term of the loss, and the terms without a layer at the end."""
         targets: dict[int, Any] = {}  # layer → the teacher's outputs, until they are compared
         pairs: dict[int, Any] = {}  # layer → the student's outputs and the teacher's
         terms: dict[Any, torch.Tensor] = {}
         with torch.inference_mode(), _watched(self.teacher, self.layers, targets.__setitem__):
-            self.teacher(images.to(self.dtype))
+            wanted = self.teacher(images.to(self.dtype))
 
         def see(layer: int, outputs: list[list[torch.Tensor]]) -> None:
             pairs[layer] = outputs, targets.pop(layer)
@@ -292,9 +314,7 @@ class TrainingStep:
         ):
             outputs = self.student(images)
         terms = terms or {layer: self._term(*pair) for layer, pair in pairs.items()}
-        if self.label_loss:
-            terms[LABELS] = self.label_loss(outputs, *labels)
-        return terms
+        return terms | {name: term(outputs, wanted, *labels) for name, term in self.others.items()}
 
     def __call__(self, images: torch.Tensor, *labels: Any) -> torch.Tensor:
         """Take one step on images, FP32 [B, 3, H, W] in 0..1; `labels` are further arguments of `label_loss`.
@@ -303,8 +323,8 @@ class TrainingStep:
         """
         terms = self._compare(images.contiguous(memory_format=self.format), *labels)
         loss = sum(terms[layer] for layer in self.layers) / len(self.layers)
-        if self.label_loss:
-            loss = loss + terms[LABELS]
+        for name in self.others:
+            loss = loss + terms[name]
         self.optimizer.zero_grad(set_to_none=True)
         (loss if self.loss_scale is None else loss * self.loss_scale).backward()
         loss, terms = self._average(loss.detach(), torch.stack([t.detach() for t in terms.values()]))
@@ -361,7 +381,7 @@ class TrainingStep:
         finite, names = self.seen.isfinite().tolist(), [*layers_of(self.student)]
         places = [
             *(f'from layer {names[layer]} on' for layer in self.layers),
-            *['on the labels'] * bool(self.label_loss),
+            *(f'on the {name}' for name in self.others),
         ]
         n = 1 + len(places)
         if not all(finite[:n]):

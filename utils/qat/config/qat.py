@@ -251,7 +251,7 @@ class QuantizeConfig(CalibrationConfig):
     activation_only: tuple[str, ...] = activations(
         (), 'layers whose functions are exchanged, by path; default: all', metavar='REGEX'
     )
-    activation_epochs: int = activations(10, 'epochs in which the model learns its ReLUs', allowed=Range(1))
+    activation_epochs: int = activations(20, 'epochs in which the model learns its ReLUs', allowed=Range(1))
     exclude: tuple[str, ...] = layers(
         (),
         r"layers that stay in float, by path: 'model.2' is layer 2 and all in it, '.*\.cv4' every cv4",

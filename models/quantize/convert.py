@@ -36,17 +36,11 @@ BRANCHES = {'cv2': 'box', 'cv3': 'class', 'cv4': 'mask'}  # upstream's name of a
 
 @dataclass
 class Conversion:
-    """The record of `quantize_model`.
+    """The record of `quantize_model`."""
 
-    Attributes:
-        swapped: path of a block → its float class.
-        kept_float: path of a block → its reason to stay in float.
-        unknown: path → class of a module that this toolkit does not know: only its convolutions are quantized.
-    """
-
-    swapped: dict[str, str] = field(default_factory=dict)
-    kept_float: dict[str, str] = field(default_factory=dict)
-    unknown: dict[str, str] = field(default_factory=dict)
+    kept_float: dict[str, str]  # path of a block → its reason to stay in float
+    unknown: dict[str, str]  # path → class of a module that is not known: only its convolutions are quantized
+    swapped: dict[str, str] = field(default_factory=dict)  # path of a block → its float class
 
     def summary(self) -> str:
         """Say in one line how many blocks of each class are quantized and how many stay in float."""

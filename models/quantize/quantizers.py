@@ -73,7 +73,7 @@ class Quantizer(TensorQuantizer):
 
     def __init__(self, axis: int | None = None) -> None:
         super().__init__(QuantDescriptor(num_bits=8, axis=axis, fake_quant=True))
-        self._calibrator = None  # attached during calibration only, so that checkpoints stay small
+        self._calibrator: Any = None  # attached during calibration only, so that checkpoints stay small
 
     @property
     def rounds(self) -> bool:

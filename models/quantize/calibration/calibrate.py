@@ -12,7 +12,6 @@ Source of the criteria: Wu et al., "Integer Quantization for Deep Learning Infer
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
 
 import torch
 import torch.nn as nn
@@ -104,19 +103,13 @@ class Histogram:
     So growth only adds neighbouring bins, which is exact, and histograms of different data have an exact sum. The limit
     stays on the device with the counts: to read it, the host would have to wait. Values that are not finite are not
     counted, but `largest` shows them. The class follows the calibrator protocol of pytorch_quantization (`collect`).
-
-    Attributes:
-        least: a smaller value counts as this one.
-        counts: FP64 [BINS], how many values each bin has. These are integers, exact up to 2^53.
-        exponent: INT32 [], the limit is 2 ** exponent.
-        ends: FP32 [2], the largest -x and the largest x so far; NaN after the first NaN.
     """
 
     def __init__(self, device: torch.device | str = 'cpu', least: float = -float('inf')) -> None:
-        self.least = least
-        self.counts = torch.zeros(BINS, dtype=torch.float64, device=device)
-        self.exponent = torch.tensor(MIN_EXPONENT, dtype=torch.int32, device=device)
-        self.ends = torch.full((2,), -float('inf'), device=device)
+        self.least = least  # a smaller value counts as this one
+        self.counts = torch.zeros(BINS, dtype=torch.float64, device=device)  # integers, exact up to 2^53
+        self.exponent = torch.tensor(MIN_EXPONENT, dtype=torch.int32, device=device)  # the limit is 2 ** exponent
+        self.ends = torch.full((2,), -float('inf'), device=device)  # the largest -x and x; NaN after the first NaN
         self.bins = torch.arange(BINS, device=device)  # constant
 
     def collect(self, x: torch.Tensor) -> None:
@@ -221,32 +214,22 @@ def histogram_amax(histograms: Mapping[str, Histogram], method: str, config: Cal
 
 
 @torch.no_grad()
-def collect(model: nn.Module, batches: Iterable[torch.Tensor], calibrators: Mapping[str, Any]) -> None:
-    """Show each calibrator the inputs of its quantizer, while the whole model computes in float.
+def collect_histograms(model: nn.Module, batches: Iterable[torch.Tensor]) -> dict[str, Histogram]:
+    """Collect a histogram of the inputs of every activation quantizer, by path, over all processes of a torchrun.
 
-    `batches` are images, FP32 [B, 3, H, W] in 0..1 on the model's device. A calibrator has `collect(x)`, as a
-    Histogram.
+    The whole model computes in float meanwhile. `batches` are images, FP32 [B, 3, H, W] in 0..1 on its device.
     """
-    quantizers = named_quantizers(model)
+    device, quantizers = next(model.parameters()).device, named_quantizers(model)
+    histograms = {name: Histogram(device, q.least) for name, q in quantizers if q._axis is None}
     try:
         with collecting(model):
             for name, q in quantizers:
-                q._calibrator, q._disabled = calibrators.get(name), name not in calibrators
+                q._calibrator, q._disabled = histograms.get(name), name not in histograms
             for images in batches:
                 model(images)
     finally:
         for _, q in quantizers:
             q._calibrator = None
-
-
-def collect_histograms(model: nn.Module, batches: Iterable[torch.Tensor]) -> dict[str, Histogram]:
-    """Collect a histogram of the inputs of every activation quantizer, by path, over all processes of a torchrun.
-
-    `batches` are as in `collect`.
-    """
-    device = next(model.parameters()).device
-    histograms = {name: Histogram(device, q.least) for name, q in named_quantizers(model) if q._axis is None}
-    collect(model, batches, histograms)
     merge_histograms(list(histograms.values()))
     return histograms
 
@@ -267,7 +250,7 @@ def raised_ranges(model: nn.Module) -> dict[str, int]:
 def fit_ranges(model: nn.Module, batches: Iterable[torch.Tensor], config: CalibrationConfig) -> dict[str, int]:
     """Set the amax of every quantizer by config.calib_method, a key of SEARCH; returns `raised_ranges`.
 
-    `batches` are as in `collect`. Raises QatError, see `require_values`.
+    `batches` are as in `collect_histograms`. Raises QatError, see `require_values`.
     """
     histograms = collect_histograms(model, batches)
     require_values(histograms)

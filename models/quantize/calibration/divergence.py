@@ -70,17 +70,14 @@ class ClassScores:
 class HeadOutputs:
     """Outputs of the head, raw but for the boxes. N is the number of places of all levels, level by level.
 
-    Attributes:
-        maps: of each level [B, 4 bins + classes, H, W]: logits of the distances to the four sides, and of the classes.
-        boxes: [B, 4, N], decoded: centre, width and height in pixels.
-        coefficients: of masks, [B, nm, N]; None for a detector.
-        prototypes: of masks, [B, nm, H / 4, W / 4]; None for a detector.
+    A detector has no coefficients and prototypes, which are of masks.
     """
 
+    # of each level [B, 4 bins + classes, H, W]: logits of the distances to the four sides, and of the classes
     maps: Sequence[torch.Tensor]
-    boxes: torch.Tensor
-    coefficients: Any = None
-    prototypes: Any = None
+    boxes: torch.Tensor  # [B, 4, N], decoded: centre, width and height in pixels
+    coefficients: Any = None  # [B, nm, N]
+    prototypes: Any = None  # [B, nm, H / 4, W / 4]
 
     @classmethod
     def of(cls, output: Any) -> Any:

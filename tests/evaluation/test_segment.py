@@ -23,7 +23,6 @@ from models.quantize.calibration.divergence import (
     HeadOutputs,
     backward_from_probe,
     mask_logits,
-    probe_masks,
     strongest_places,
     typical_divergence,
 )
@@ -298,7 +297,7 @@ def test_probes_of_masks_measure_the_divergence(model):
     change, squares = mask_logits(changed, places) - mask_logits(raw, places), []
     weight = sum(m[:, 64:].sigmoid().amax(1).sum() for m in raw.maps)
     for _ in range(4000):
-        _, v = probe_masks(raw, 16, lambda shape: torch.rand(shape, generator=generator).double())
+        _, (*_, v), _ = raw.probe(16, lambda shape: torch.rand(shape, generator=generator).double())
         squares.append((v * change).sum().square() / 2 / weight)
     assert torch.stack(squares).mean().item() == pytest.approx(wanted, rel=0.1)
 

@@ -17,7 +17,7 @@ from models.quantize.calibration.bias_correction import (
     shrunk_mean,
 )
 from models.quantize.calibration.calibrate import collect_histograms
-from models.quantize.calibration.divergence import HeadOutputs, divergence_sums, typical, typical_divergence
+from models.quantize.calibration.divergence import HeadOutputs, typical, typical_divergence
 from models.quantize.calibration.ptq import (
     CANDIDATES,
     CORRECTED,
@@ -156,7 +156,7 @@ def test_one_odd_image_does_not_decide(small):
     images = image(64, 4, 5)
     (raw,) = raw_maps(reference, [images])
     (mine,) = raw_maps(model, [images])
-    totals, weights = divergence_sums(mine, raw, 16)
+    totals, weights = mine.divergence_sums(raw, 16)
     typical = typical_divergence(model, [images], [raw])
     assert typical == pytest.approx((totals.prod() ** 0.25 / weights.mean()).item(), rel=1e-6)
     in_parts = typical_divergence(model, images.split(2), raw_maps(reference, images.split(2)))

@@ -14,7 +14,7 @@ from models.quantize.analysis.partly_float import ALONE, FLOAT, INT8, TwinForms,
 from models.quantize.analysis.sensitivity import DivergenceEstimate, unit_costs
 from models.quantize.blocks import Twin
 from models.quantize.calibration.calibrate import fit_ranges
-from models.quantize.calibration.divergence import HeadOutputs, divergence_sums
+from models.quantize.calibration.divergence import HeadOutputs
 from models.quantize.calibration.ptq import FloatBlocks, within_budget
 from models.quantize.convert import CHOSEN, find_twins, quantize_model
 from models.quantize.network import find_units, left_out
@@ -98,7 +98,7 @@ def test_costs_are_counted_once(small):
 
 
 def divergence(model, batches, wanted):
-    totals, weights = zip(*(divergence_sums(HeadOutputs.of(model(x)), raw, 16) for x, raw in zip(batches, wanted)))
+    totals, weights = zip(*(HeadOutputs.of(model(x)).divergence_sums(raw, 16) for x, raw in zip(batches, wanted)))
     return (torch.cat(totals).sum() / torch.cat(weights).sum()).item()
 
 

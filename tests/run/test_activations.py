@@ -26,7 +26,7 @@ from models.quantize.activations import (
     restored,
 )
 from models.quantize.calibration.calibrate import fit_ranges
-from models.quantize.calibration.divergence import HeadOutputs, divergence_sums
+from models.quantize.calibration.divergence import HeadOutputs
 from models.quantize.convert import quantize_model
 from models.quantize.finetuning.loop import adapt
 from models.quantize.scales import never_negative, tie_scales
@@ -267,7 +267,7 @@ def test_the_cost_of_each_exchange_is_ranked(small, summary):
     for batch in batches:
         images = prepared(batch, torch.device('cpu'))[0]
         ours, theirs = (HeadOutputs.of(model(images)) for model in (alone.eval(), small.float_model()))
-        sums += torch.stack([x.sum() for x in divergence_sums(ours, theirs, 16)]).detach()
+        sums += torch.stack([x.sum() for x in ours.divergence_sums(theirs, 16)]).detach()
     assert unit['measured']['only']['divergence'] == pytest.approx((sums[0] / sums[1]).item(), rel=1e-3)
 
 

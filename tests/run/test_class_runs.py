@@ -181,7 +181,7 @@ def test_the_square_of_a_projection_is_twice_the_divergence():
     moved, _ = ClassScores(logits + change).divergence_sums(ClassScores(logits))
     squares = []
     for _ in range(4000):
-        vector, weight = ClassScores(logits).probe(lambda shape: torch.rand(shape, generator=generator).double())
+        _, [vector], weight = ClassScores(logits).probe(0, lambda x: torch.rand(x, generator=generator).double())
         squares.append((vector * change).sum(1).square() / 2)
     assert weight == 3
     torch.testing.assert_close(torch.stack(squares).mean(0), moved, rtol=0.1, atol=0)

@@ -9,7 +9,7 @@ import torch.nn as nn
 
 from models.quantize.activations import exchanges
 from models.quantize.blocks import Twin
-from models.quantize.calibration.divergence import HeadOutputs, bins_of, decibels, divergence_sums, energies
+from models.quantize.calibration.divergence import HeadOutputs, bins_of, decibels, energies
 from models.quantize.network import layer_of, layers
 from models.quantize.quantizers import Quantizer
 from utils.qat.backends.detections import prepared
@@ -118,7 +118,7 @@ class FormMetrics:
         raw, predict = HeadOutputs.of(output), self.predict
         self.sums += torch.stack(
             (
-                *map(torch.sum, divergence_sums(raw, wanted, bins_of(predict.model))),
+                *map(torch.sum, raw.divergence_sums(wanted, bins_of(predict.model))),
                 *energies(raw, wanted, predict.nc).flatten(),
             )
         )

@@ -49,21 +49,22 @@ class ClassScores:
 
     logits: torch.Tensor
 
-    def divergence_sums(self, wanted: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    def parts(self, classes: int) -> list[Sequence[torch.Tensor]]:
+        """List the tensors of each part, in the order of Task.parts."""
+        return [[self.logits]]
+
+    def divergence_sums(self, wanted: Any, bins: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
         """Compute the Kullback-Leibler divergence from `wanted`, and the weight of each image, 1: FP64 [B]."""
         found = divergence(self.logits, wanted.logits)
         return found, torch.ones_like(found)
 
-    def probe(self, draw: Callable[[Sequence[int]], torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
-        """Draw a random v whose covariance is the Fisher information of the logits, and its weight, FP32 [].
-
-        See divergence.probe.
-        """
+    def probe(self, bins: int, draw: Draw) -> tuple[list[torch.Tensor], list[torch.Tensor], torch.Tensor]:
+        """Draw a random v whose covariance is the Fisher information of the logits; see HeadOutputs.probe."""
         p = self.logits.detach().softmax(1)
         one = (len(p), 1)
         index = (p.cumsum(1) < draw(one)).sum(1, keepdim=True).clamp_(max=p.shape[1] - 1)
         drawn = torch.zeros_like(p).scatter_(1, index, 1.0)
-        return (drawn - p) * (draw(one) - 0.5).sign(), p.new_tensor(float(len(p)))
+        return [self.logits], [(drawn - p) * (draw(one) - 0.5).sign()], p.new_tensor(float(len(p)))
 
 
 @dataclass
@@ -87,6 +88,42 @@ class HeadOutputs:
         predictions, rest = output
         maps, *masks = rest if isinstance(rest, tuple) else (rest,)
         return cls(maps, predictions[:, :4], *masks)
+
+    def parts(self, classes: int) -> list[Sequence[torch.Tensor]]:
+        """List the tensors of each part, in the order of Task.parts."""
+        of_levels = zip(*(m.split((m.shape[1] - classes, classes), 1) for m in self.maps))
+        return [*of_levels, *([x] for x in (self.coefficients, self.prototypes) if x is not None)]
+
+    def divergence_sums(self, wanted: Any, bins: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Sum the divergence from `wanted`, of the float model, and its weights, over the places of each image: FP64 [B] both.
+
+        The weights are about the number of places with an object.
+        """
+        total, weights = 0.0, 0.0
+        for ours, theirs in zip(self.maps, wanted.maps):
+            (sides, scores), (true_sides, true_scores) = (split_map(raw, bins) for raw in (ours, theirs))
+            of_sides, weight = divergence_of_sides(sides, true_sides, true_scores)
+            total = total + bernoulli_divergence(scores, true_scores).sum((1, 2, 3), dtype=torch.float64)
+            total = total + of_sides.sum((1, 2), dtype=torch.float64)
+            weights = weights + weight.sum((1, 2), dtype=torch.float64)
+        if wanted.prototypes is not None:
+            places, weight = strongest_places(wanted, bins)
+            of_masks = bernoulli_divergence(mask_logits(self, places), mask_logits(wanted, places)) * weight
+            total = total + of_masks.sum((1, 2, 3), dtype=torch.float64)
+        return total, weights
+
+    def probe(self, bins: int, draw: Draw) -> tuple[list[torch.Tensor], list[torch.Tensor], torch.Tensor]:
+        """Draw a random v for each tensor of outputs: return these tensors, the vectors, and the weight, see `probe`.
+
+        The tensors are the maps and the logits of the masks that count, whose points are Bernoulli variables with a weight.
+        """
+        vectors, weight = probe([m.detach() for m in self.maps], bins, draw)
+        if self.prototypes is None:
+            return [*self.maps], vectors, weight
+        with torch.no_grad():
+            places, weights = strongest_places(self, bins)
+        logits = mask_logits(self, places)
+        return [*self.maps, logits], [*vectors, probe_bernoulli(logits.detach(), draw) * weights.sqrt()], weight
 
 
 def bins_of(model: nn.Module) -> int:
@@ -143,43 +180,13 @@ def bernoulli_divergence(mine: torch.Tensor, theirs: torch.Tensor) -> torch.Tens
     return theirs.sigmoid() * (theirs - mine) + F.softplus(mine) - F.softplus(theirs)
 
 
-def divergence_sums(mine: Any, wanted: Any, bins: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Sum the divergence, and its weights, over the places of each image: FP64 [B] both.
-
-    `mine` and `wanted` (of the float model) are HeadOutputs or ClassScores. The weights are about the number of places with an
-    object.
-    """
-    if isinstance(mine, ClassScores):
-        return mine.divergence_sums(wanted)
-    total, weights = 0.0, 0.0
-    for ours, theirs in zip(mine.maps, wanted.maps):
-        (sides, scores), (true_sides, true_scores) = (split_map(raw, bins) for raw in (ours, theirs))
-        of_sides, weight = divergence_of_sides(sides, true_sides, true_scores)
-        total = total + bernoulli_divergence(scores, true_scores).sum((1, 2, 3), dtype=torch.float64)
-        total = total + of_sides.sum((1, 2), dtype=torch.float64)
-        weights = weights + weight.sum((1, 2), dtype=torch.float64)
-    if wanted.prototypes is not None:
-        places, weight = strongest_places(wanted, bins)
-        of_masks = bernoulli_divergence(mask_logits(mine, places), mask_logits(wanted, places)) * weight
-        total = total + of_masks.sum((1, 2, 3), dtype=torch.float64)
-    return total, weights
-
-
-def _parts(raw: HeadOutputs | ClassScores, classes: int) -> list[Sequence[torch.Tensor]]:
-    """List the tensors of each part, in the order of Task.parts."""
-    if isinstance(raw, ClassScores):
-        return [[raw.logits]]
-    of_levels = zip(*(m.split((m.shape[1] - classes, classes), 1) for m in raw.maps))
-    return [*of_levels, *([x] for x in (raw.coefficients, raw.prototypes) if x is not None)]
-
-
 def energies(mine: Any, wanted: Any, classes: int) -> torch.Tensor:
     """Sum t² and (s - t)² over each part, of the quantized (`mine`) and the float model (`wanted`): FP64 [parts, 2]."""
 
     def sums(s: torch.Tensor, t: torch.Tensor) -> torch.Tensor:
         return torch.stack((t.double().square().sum(), (s.double() - t).square().sum()))
 
-    pairs = zip(_parts(mine, classes), _parts(wanted, classes))
+    pairs = zip(mine.parts(classes), wanted.parts(classes))
     return torch.stack([sum(sums(s, t) for s, t in zip(ours, theirs)) for ours, theirs in pairs])
 
 
@@ -193,14 +200,14 @@ def decibels(sums: torch.Tensor, names: Sequence[str]) -> dict[str, float]:
 def log_divergences(
     model: nn.Module, batches: Sequence[torch.Tensor], references: Sequence[Any]
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Compute the logarithm of the divergence of each image, and its weight, see `divergence_sums`: FP64 [images] both.
+    """Compute the logarithm of the divergence of each image, and its weight, see HeadOutputs.divergence_sums: FP64 [images] both.
 
     `batches` are images, FP32 [B, 3, H, W] in 0..1; `references` are outputs of the float model, one per batch.
     """
     bins = bins_of(model.eval())
     with RoundedOnce(model):
         sums = [
-            divergence_sums(HeadOutputs.of(model(images)), wanted, bins) for images, wanted in zip(batches, references)
+            HeadOutputs.of(model(images)).divergence_sums(wanted, bins) for images, wanted in zip(batches, references)
         ]
     totals, weights = map(torch.cat, zip(*sums))
     return totals.clamp(min=torch.finfo(totals.dtype).tiny).log(), weights
@@ -243,17 +250,6 @@ def probe(maps: Sequence[torch.Tensor], bins: int, draw: Draw) -> tuple[list[tor
     return vectors, weights
 
 
-def probe_masks(raw: HeadOutputs, bins: int, draw: Draw) -> tuple[torch.Tensor, torch.Tensor]:
-    """Draw a random v for the masks that count: a point of a mask is a Bernoulli variable with a weight.
-
-    Returns the logits of the masks, FP32 [B, K, H / 4, W / 4], and v, the same shape.
-    """
-    with torch.no_grad():
-        places, weights = strongest_places(raw, bins)
-    logits = mask_logits(raw, places)
-    return logits, probe_bernoulli(logits.detach(), draw) * weights.sqrt()
-
-
 def backward_from_probe(model: nn.Module, images: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
     """Run a forward pass, and a backward pass from a probe of the outputs; hooks of the caller see the gradients.
 
@@ -266,17 +262,7 @@ def backward_from_probe(model: nn.Module, images: torch.Tensor, generator: torch
 
     images, bins = images.detach().requires_grad_(), bins_of(model)
     with torch.enable_grad():
-        raw = HeadOutputs.of(model(images))
-        if isinstance(raw, ClassScores):
-            vector, weight = raw.probe(draw)
-            (raw.logits * vector).sum().backward(inputs=[images])
-            return weight
-        outputs = list(raw.maps)
-        vectors, weight = probe([m.detach() for m in raw.maps], bins, draw)
-        if raw.prototypes is not None:
-            logits, vector = probe_masks(raw, bins, draw)
-            outputs.append(logits)
-            vectors.append(vector)
+        outputs, vectors, weight = HeadOutputs.of(model(images)).probe(bins, draw)
         torch.stack([(x * v).sum() for x, v in zip(outputs, vectors)]).sum().backward(inputs=[images])
     return weight
 

@@ -1,8 +1,8 @@
 """Query an ONNX graph: the producer and the readers of a tensor, the constants, the nodes that only move values."""
 
 import re
-from collections.abc import Callable, Collection, Sequence
-from functools import cached_property, wraps
+from collections.abc import Collection, Sequence
+from functools import cache, cached_property
 from typing import Any, TypeVar
 
 import numpy as np
@@ -22,7 +22,6 @@ MOST_WAYS = 2_000_000
 # Operations f with f(Q(x)) = Q(f(x)): they move or select values and compute none. So does a nearest Resize.
 MOVES = {'Concat', 'Flatten', 'Gather', 'MaxPool', 'Reshape', 'Slice', 'Split', 'Squeeze', 'Transpose', 'Unsqueeze'}
 
-T = TypeVar('T')
 C = TypeVar('C', bound=Collection)
 Use = tuple[NodeProto | None, int]  # (reader, position among its inputs); (None, 0): the graph returns the tensor
 
@@ -164,19 +163,6 @@ def kept_float(model: ModelProto) -> set[str]:
     return set(re.findall(r'[\w.-]+', text))
 
 
-def remembered(method: Callable[[Any, str], T]) -> Callable[[Any, str], T]:
-    """Cache the answers of a method of Graph that takes the name of a tensor."""
-
-    @wraps(method)
-    def ask(self: Any, tensor: str) -> T:
-        known = self._known.setdefault(method.__name__, {})
-        if tensor not in known:
-            known[tensor] = method(self, tensor)
-        return known[tensor]
-
-    return ask
-
-
 class Graph:
     """A model with precomputed tables, and queries of a Q/DQ graph.
 
@@ -201,8 +187,9 @@ class Graph:
             inside = any(a.type in (a.GRAPH, a.GRAPHS) for a in node.attribute)  # an inner graph may read any tensor
             if node.op_type in ('Shape', 'Size') or (not inside and all(name in self.fixed for name in node.input)):
                 self.fixed.update(node.output)
-        self._known: dict[str, dict[str, Any]] = {}
         self._ways = 0
+        for name in ('origins', 'uses', 'asked', '_scale', 'dequantized', 'unquantized'):
+            setattr(self, name, cache(getattr(self, name)))  # of this graph alone, and as long as it
         # In the order of the graph, then against it: each answer needs only earlier ones.
         for node in self.nodes:
             for name in node.output:
@@ -225,7 +212,6 @@ class Graph:
         """Return the operator that produces a tensor; None for an input or a constant."""
         return self.producer[tensor].op_type if tensor in self.producer else None
 
-    @remembered
     def origins(self, tensor: str) -> frozenset[str]:
         """Return the names of the tensors from which a tensor's values come, through nodes that only move values.
 
@@ -238,7 +224,6 @@ class Graph:
         found = [self._count(self.origins(name)) for name in given]
         return found[0] if len(found) == 1 else frozenset().union(*found) or frozenset((tensor,))
 
-    @remembered
     def uses(self, tensor: str) -> list[Use]:
         """Return the readers that get the values of a tensor, each once, through nodes that only move values.
 
@@ -259,7 +244,6 @@ class Graph:
         """Tell whether `node` (None: the caller) is in float because the user left it so."""
         return node is not None and module_of(node) in self.kept_float
 
-    @remembered
     def asked(self, tensor: str) -> dict[Any, list[str]]:
         """Return the forms in which readers need the values of a tensor: {scale or FLOAT: names of the readers}.
 
@@ -278,19 +262,16 @@ class Graph:
         """Return the scale of a Q or DQ: a number, a tuple per channel, or the tensor's name if it is no constant."""
         return self._scale(node.input[1])
 
-    @remembered
     def _scale(self, tensor: str) -> Any:
         value = self.values.get(tensor)
         if value is None:
             return tensor
         return value.item() if value.size == 1 else tuple(value.ravel().tolist())
 
-    @remembered
     def dequantized(self, tensor: str) -> bool:
         """Tell whether all values of a tensor come out of DQ nodes, through nodes that only move values."""
         return all(self.op(o) == 'DequantizeLinear' for o in self.origins(tensor))
 
-    @remembered
     def unquantized(self, tensor: str) -> str:
         """Return the tensor before the Q and DQ that produce `tensor`; without them, `tensor` itself."""
         return self.unquantized(self.producer[tensor].input[0]) if self.op(tensor) in QDQ else tensor

@@ -46,7 +46,7 @@ def report(export: Export) -> None:
 
 def next_commands(export: Export) -> list[str]:
     """Return the commands to type next: a fair evaluation, or if it is done or impossible, the next step to an engine."""
-    data = export.predict.task.data_of((export.predict.recipe or {}).get('data'))
+    data = export.predict.task.data_of((export.predict.recipe or {}).get('data'), export.predict)
     written = {each: export.written[each.name] for each in export.formats}
     fair = [file for file in written.values() if file.backend and file.low_scores]
     if export.config.verify or not fair:

@@ -82,7 +82,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     from models.quantize.checkpoint import CheckpointFile
     from models.quantize.network import head_of
     from models.quantize.reparameterize import HEADS, main_branch
-    from utils.qat.backends.pytorch import task_of
+    from utils.qat.backends.pytorch import TorchModel
     from utils.qat.core.files import write_torch
 
     with quiet_upstream():
@@ -108,7 +108,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         f'largest difference from the main branch on a random image: {difference:.2g}'
     )
     options = ckpt.get('opt')  # of the training, if stored
-    trained_on = task_of(single).data_of(options.get('data') if isinstance(options, dict) else None)
+    loaded = TorchModel(single)
+    trained_on = loaded.task.data_of(options.get('data') if isinstance(options, dict) else None, loaded)
     finish(command('qat.py', 'quantize', '--weights', args.save, '--data', trained_on), weights=args.save)
 
 

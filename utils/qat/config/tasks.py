@@ -13,6 +13,8 @@ from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from utils.qat.core.errors import QatError
+
 if TYPE_CHECKING:
     import torch
     from torch import nn
@@ -48,9 +50,13 @@ class Task(ABC):
     def has_data(self, path: str | Path) -> bool:
         """Tell whether data of this task can be at `path`."""
 
-    def data_of(self, path: object) -> str:
-        """Return the data path from a checkpoint if there can be such data on this machine, else the placeholder."""
-        return path if isinstance(path, str) and self.has_data(path) else self.placeholder
+    def data_of(self, path: object, model: Any) -> str:
+        """Return the data path from a checkpoint if it has data for `model` on this machine, else the placeholder."""
+        try:
+            self.load_data(Path(path if isinstance(path, str) else ''), model)
+        except QatError:
+            return self.placeholder
+        return str(path)
 
     @abstractmethod
     def load_data(self, file: Path, model: Any, flag: str = '--data') -> Any:

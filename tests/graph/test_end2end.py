@@ -38,7 +38,7 @@ from utils.qat.core.errors import QatError
 from utils.qat.core.log import quiet_upstream
 from utils.qat.data.image_folders import MEAN, STD
 from utils.qat.graph.audit import audit, coverage
-from utils.qat.graph.nms import DOMAIN, GraphWriter, add_nms, add_standard
+from utils.qat.graph.ends import DOMAIN, GraphWriter, add_nms, add_standard
 from utils.qat.graph.onnx_graph import count_qdq, opset
 from utils.qat.graph.passes import set_metadata
 from utils.qat.graph.triton_config import triton_config

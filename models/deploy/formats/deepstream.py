@@ -22,7 +22,7 @@ from utils.qat.config.export import END2END, MASKS, Nms, Pooling
 from utils.qat.core.errors import QatError
 from utils.qat.core.files import require_own, write_text
 from utils.qat.core.log import LOGGER
-from utils.qat.graph.nms import GraphWriter, add_nms
+from utils.qat.graph.ends import GraphWriter, add_nms
 from utils.qat.graph.onnx_graph import axes_of
 from utils.qat.graph.passes import set_output_shapes
 

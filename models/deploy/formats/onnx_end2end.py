@@ -29,8 +29,7 @@ from utils.qat.core.files import atomic, write_text
 from utils.qat.data.image_folders import MEAN, STD, normalized
 from utils.qat.data.masks import BoxMasks
 from utils.qat.graph import passes
-from utils.qat.graph.class_ends import add_class_ends
-from utils.qat.graph.nms import add_nms
+from utils.qat.graph.ends import add_class_ends, add_nms
 from utils.qat.graph.onnx_graph import shape_of
 from utils.qat.graph.triton_config import triton_config
 

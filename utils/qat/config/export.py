@@ -53,7 +53,7 @@ OPSETS = {8: (13, 17, 17), 10: (13, 20, 17), 11: (19, 20, 19)}
 
 @dataclass(frozen=True)
 class Nms:
-    """NMS inside an exported file, see nms.py."""
+    """NMS inside an exported file, see graph/ends.py."""
 
     kind: str  # key of NMS_LIMITS
     topk_all: int = 100  # detections per image, at most
@@ -64,7 +64,7 @@ class Nms:
 
 @dataclass(frozen=True)
 class Pooling:
-    """RoiAlign settings for the masks inside an exported file, see nms.py."""
+    """RoiAlign settings for the masks inside an exported file, see graph/ends.py."""
 
     mask_resolution: int = 160  # R: a mask is R x R values over the box of its detection
     pooler_scale: float = 0.25  # side of the prototypes / side of the image, the same in every model of upstream

@@ -15,9 +15,22 @@ from typing import Any
 import numpy as np
 from onnx import NodeProto
 
-from utils.qat.graph.absorption import IN_THE_WAY, QUANTIZABLE, unabsorbed
-from utils.qat.graph.onnx_graph import CONVS, FLOAT, QDQ, WEIGHTED, Graph, attribute, moved_inputs, name_of
+from utils.qat.graph.onnx_graph import (
+    CONVS,
+    ELEMENTWISE,
+    FLOAT,
+    IN_THE_WAY,
+    QDQ,
+    QUANTIZABLE,
+    WEIGHTED,
+    Graph,
+    attribute,
+    moved_inputs,
+    name_of,
+)
 
+# A Q behind these has no better place: a linear layer reads a normalization, or the mean of a map, one number per channel
+FLOAT_MAKERS = {'LayerNormalization', 'GlobalAveragePool'}
 HEAD, DFL, CHOICE = 'output of the head', 'integral over the box distribution (DFL)', 'by choice'
 
 FINDINGS = {  # kind → its meaning
@@ -198,9 +211,64 @@ def adds(graph: Graph, one_scale: bool = True) -> Iterator[Finding]:
 
 
 def not_absorbed(graph: Graph) -> Iterator[Finding]:
-    """Find every Q and DQ that no kernel absorbs, see absorption.py."""
-    for node, reason in unabsorbed(graph):
-        yield Finding('not absorbed', name_of(node), reason)
+    """Find every Q and DQ that needs its own kernel, or that needs none but wastes precision.
+
+    A convolution or matrix product absorbs a DQ of its data or weight. So does a QUANTIZABLE operator that a Q follows. A DQ
+    moves behind operators that only move values. The kernel that computes the input of a Q absorbs it if it can write INT8;
+    so does the reformatting of the graph's input. Reduce operators count as float: no source says that TensorRT has them in INT8.
+    """
+    for node in graph.nodes:
+        reason = ''
+        if node.op_type == 'DequantizeLinear':
+            uses = graph.uses(node.output[0])
+            reasons = [_loose_dq(graph, node, *use) for use in uses] or ['nothing reads it']
+            reason = '; '.join(dict.fromkeys(filter(None, reasons)))
+        elif node.op_type == 'QuantizeLinear':
+            reason = _loose_q(graph, node)
+        if reason:
+            yield Finding('not absorbed', name_of(node), reason)
+
+
+def _loose_dq(graph: Graph, dq: NodeProto, reader: NodeProto | None, i: int) -> str:
+    """Return why input `i` of `reader` (None: the graph's caller) does not absorb `dq`; '' if it does."""
+    if reader is None:
+        return 'the graph returns it'
+    if reader.op_type == 'QuantizeLinear':
+        return f'{name_of(reader)} quantizes it again at once' if reader.input[0] == dq.output[0] else ''
+    if reader.op_type in WEIGHTED:
+        return f'{name_of(reader)} wants its bias in float' if i > 1 else ''
+    if reader.op_type in QUANTIZABLE:
+        return '' if id(reader) in graph.quantized_behind else f'{name_of(reader)} makes float of it'
+    if reader.op_type in IN_THE_WAY:
+        return ''  # a finding of `in_the_way`
+    q = graph.producer.get(dq.input[0])
+    inside = (
+        q is not None
+        and graph.op(q.input[0]) in CONVS
+        and (reader.op_type == 'Mul' or graph.activation_of(reader) is not None)
+    )
+    return (
+        f'{name_of(reader)} has no INT8 kernel{", and is the activation of the convolution in front" if inside else ""}'
+    )
+
+
+def _loose_q(graph: Graph, q: NodeProto) -> str:
+    """Return why nothing absorbs `q`; '' if a kernel does."""
+    readers = [n for n, _ in graph.readers.get(q.output[0], ())]
+    wrong = [name_of(n) for n in readers if n.op_type not in IN_THE_WAY | {'DequantizeLinear'}]
+    if wrong or not readers:
+        return f'{", ".join(wrong)} reads it, no DQ' if wrong else 'nothing reads it'
+    maker = graph.producer.get(q.input[0])
+    if (
+        q.input[0] in graph.fixed
+        or maker is None
+        or maker.op_type in WEIGHTED | ELEMENTWISE | IN_THE_WAY | QDQ | FLOAT_MAKERS
+        or moved_inputs(maker)
+    ):
+        return ''
+    if maker.op_type in QUANTIZABLE:
+        return '' if graph.dequantized(maker.input[0]) else f'{name_of(maker)} reads float'
+    return f'{name_of(maker)} cannot write INT8'
 
 
 def open_ends(graph: Graph) -> Iterator[Finding]:

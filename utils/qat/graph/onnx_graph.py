@@ -16,6 +16,8 @@ ELEMENTWISE = ACTIVATIONS | set('Abs Add BatchNormalization Div Exp Max Min Mul 
 QDQ = {'QuantizeLinear', 'DequantizeLinear'}
 CONVS = {'Conv', 'ConvTranspose'}
 WEIGHTED = {*CONVS, 'Gemm', 'MatMul'}  # data and weight are inputs 0 and 1
+QUANTIZABLE = {'Add', 'AveragePool', 'GlobalAveragePool'}  # run in INT8 if their inputs and outputs are quantized
+IN_THE_WAY = {'Cast', 'Identity'}  # of Q/DQ and the kernel that absorbs it
 FLOAT = 'float'  # the form that a reader needs, unless it is a Q, which needs its scale
 # Paths from tensors, through operators that only move values, to their origins and uses. YOLOv9 has some hundred.
 MOST_WAYS = 2_000_000

@@ -1,4 +1,4 @@
-"""NMS at the end of a finished detector, and the masks of a segmentation model.
+"""The ends inside a file: NMS and the masks behind a detector, normalization and softmax around a classifier.
 
     output0 [B, 4 + nc, N] → boxes [B, N, 4] (cxcywh), scores [B, N, nc]
         → NMS → num_dets, det_boxes, det_scores, det_classes, of fixed size
@@ -16,6 +16,7 @@ The new nodes compute in the type of output0, FP32; the model's nodes do not cha
 between the two kinds, and the sources.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -23,10 +24,11 @@ from onnx import ModelProto, TensorProto, ValueInfoProto, helper, numpy_helper
 
 from utils.qat.config.export import END2END, MASKS, PLUGIN, Nms, Pooling
 from utils.qat.core.errors import QatError
-from utils.qat.graph.onnx_graph import axes_of
+from utils.qat.graph.onnx_graph import axes_of, replace_nodes, required_inputs
 
 # Of the plugin. ONNX's checker accepts unknown operators in a foreign domain; TensorRT's parser identifies them by name.
 DOMAIN = 'TRT'
+PROBABILITIES = 'probabilities'  # the output of a classifier with its ends
 SCOPE = 'end2end'  # in the names of all nodes and constants that are made here
 
 
@@ -208,3 +210,25 @@ def add_masks(
     )
     made = graph.node('Reshape', [graph.node('Sigmoid', [cut]), graph.constant([-1, top, pooling.mask_resolution**2])])
     graph.node('Where', [is_detection, made, graph.constant(0, np.float32)], [MASKS])
+
+
+def add_class_ends(model: ModelProto, mean: Sequence[float], std: Sequence[float]) -> ModelProto:
+    """Make a classifier take images in 0..1 and return probabilities FP32 [B, nc], in place.
+
+    Before, it took images that are less `mean` and divided by `std`, of RGB, and returned logits, see export_onnx. Its own nodes
+    do not change.
+    """
+    [images], [logits] = required_inputs(model), model.graph.output
+    network, graph = list(model.graph.node), GraphWriter(model)
+    by_channel = [graph.constant(np.reshape(value, (3, 1, 1)), np.float32) for value in (mean, std)]
+    centred = graph.node('Sub', [images.name, by_channel[0]])
+    normalized = graph.node('Div', [centred, by_channel[1]])
+    before = list(model.graph.node)[len(network) :]
+    for node in network:
+        node.input[:] = [normalized if name == images.name else name for name in node.input]
+    replace_nodes(model, [*before, *network])
+    graph.node('Softmax', [logits.name], (PROBABILITIES,), axis=1)
+    output = helper.make_tensor_value_info(PROBABILITIES, TensorProto.FLOAT, axes_of(logits))
+    del model.graph.output[:]
+    model.graph.output.append(output)
+    return model

@@ -159,19 +159,10 @@ def sensitive(config: SensitiveConfig, folder: Path | None) -> None:
     from models.quantize.calibration.ptq import calibrated
     from models.quantize.network import require_known_head
     from models.quantize.run.inputs import open_inputs
-    from utils.qat.core.files import write_json
     from utils.qat.core.machine import versions
     from utils.qat.evaluation.chance import in_words
     from utils.qat.evaluation.score_tables import merit_title
-    from utils.qat.run.sensitivity_summary import (
-        FILE,
-        KIND,
-        VERSION,
-        change_in,
-        plot_sensitivity,
-        summary_table,
-        write_markdown,
-    )
+    from utils.qat.run.sensitivity_summary import FILE, change_in, summary_table, write_summary
 
     inputs = open_inputs(config)
     config = inputs.config
@@ -194,8 +185,6 @@ def sensitive(config: SensitiveConfig, folder: Path | None) -> None:
     times['all'] = time.perf_counter() - start
 
     summary = {
-        'kind': KIND,
-        'version': VERSION,
         'weights': config.weights.name,
         'weights_sha256': inputs.sha256,
         'settings': config.plain(),
@@ -206,15 +195,13 @@ def sensitive(config: SensitiveConfig, folder: Path | None) -> None:
         'times': times,
         **found,
     }
-    on_first(write_json)(folder / FILE, summary)
     own = {f.name for f in fields(FolderConfig)}
     shared = {name: value for name, value in vars(config).items() if name not in own}
     following = command(
         *('qat.py', 'quantize', *typed_words(shared, QuantizeConfig)),
         *('--sensitive', folder / FILE, '--max-drop', 0.2),
     )
-    on_first(plot_sensitivity)(folder / 'sensitivity.png', summary)
-    on_first(write_markdown)(folder / 'sensitivity.md', summary, following)
+    on_first(write_summary)(folder, summary, following)
     LOGGER.info('  '.join(f'{k} {v:.1f} s' for k, v in times.items()))
     if 'against_float' in found['int8']:
         LOGGER.info(

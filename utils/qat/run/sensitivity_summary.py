@@ -10,7 +10,7 @@ from utils.qat.config.qat import SensitiveConfig
 from utils.qat.config.settings import closing
 from utils.qat.config.tables import DEFAULT_TARGET, TARGETS
 from utils.qat.core.errors import QatError, one_line
-from utils.qat.core.files import require_file, write_document, write_picture
+from utils.qat.core.files import require_file, write_document, write_json, write_picture
 from utils.qat.core.machine import PACKAGES
 from utils.qat.core.text import escaped, image, literal, markdown_table, visible
 from utils.qat.evaluation.chance import RESAMPLES, in_points, in_words
@@ -212,8 +212,10 @@ def summary_table(summary: dict[str, Any], limit: int | None = None) -> str:
     )
 
 
-def write_markdown(path: Path, summary: dict[str, Any], following: str) -> None:
-    """Write a summary as a Markdown report: all units in a table, the meaning of the figures, and the next command."""
+def write_summary(folder: Path, summary: dict[str, Any], following: str) -> None:
+    """Write a summary as JSON, and as a report: a picture, all units in a table, what the figures mean, and the next command."""
+    write_json(folder / FILE, {'kind': KIND, 'version': VERSION, **summary})
+    plot_sensitivity(folder / 'sensitivity.png', summary)
     title, task, settings = merit_title(summary['int8']), task_in(summary['int8']), summary['settings']
     lines = [
         f'{len(summary["units"])} units ({settings["granularity"]}), {summary["images"]} images '
@@ -242,7 +244,7 @@ def write_markdown(path: Path, summary: dict[str, Any], following: str) -> None:
         f'{whole["divergence"]:.5f}{cost}.'
     )
     write_document(
-        path,
+        folder / 'sensitivity.md',
         f'Sensitivity of {summary["weights"]}',
         [
             f'**{escaped(headline)}**',

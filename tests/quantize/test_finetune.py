@@ -22,12 +22,13 @@ from models.quantize.finetuning.training_step import (
     relative_error,
 )
 from models.quantize.quantizers import FixedScales, named_quantizers, quantizers_off
+from utils.qat.config.tasks import load_task
 from utils.qat.core.errors import QatError
 from utils.qat.data.dataset import load_data, load_hyp
 from utils.qat.data.loaders import Loaders
-from utils.qat.tasks.label_losses import LabelLoss
 
 CPU = torch.device('cpu')
+label_loss = load_task('detect').label_loss
 LOADER = [image(96, 2, seed) for seed in range(4)]
 
 
@@ -383,7 +384,7 @@ def test_the_loader_gives_the_labels_of_its_images(small):
 def test_the_loss_on_the_labels_knows_right_from_wrong(demo):
     """The loss is per image: a doubled batch has the same loss. The right labels have a lower loss."""
     model = demo.float_model()
-    loss = LabelLoss(model)
+    loss = label_loss(model, 1.0)
     images, labels = labelled(demo)[0]
     maps = raw_maps(model, images)
     value = loss(maps, labels).item()
@@ -391,7 +392,7 @@ def test_the_loss_on_the_labels_knows_right_from_wrong(demo):
     assert loss([m.repeat(2, 1, 1, 1) for m in maps], torch.cat((labels, second))).item() == pytest.approx(
         value, rel=1e-3
     )
-    assert LabelLoss(model, 3.0)(maps, labels).item() == pytest.approx(3 * value)
+    assert label_loss(model, 3.0)(maps, labels).item() == pytest.approx(3 * value)
     wrong = torch.cat(((labels[:, :1] + 1) % len(images), labels[:, 1:]), 1)
     assert loss(maps, wrong).item() > 1.5 * value
     assert 0 < loss(maps, labels[:0]).item() < math.inf, 'images without an object'
@@ -400,7 +401,7 @@ def test_the_loss_on_the_labels_knows_right_from_wrong(demo):
 @pytest.mark.parametrize('amp', sampled(['off', 'bf16'], 2))
 def test_the_labels_add_to_the_loss(small, amp):
     batches = labelled(small)
-    step = new_step(small, amp, label_loss=LabelLoss(small.quantized_model()))
+    step = new_step(small, amp, label_loss=label_loss(small.quantized_model(), 1.0))
     terms = step._compare(*batches[0])
     assert list(terms) == [*step.layers, 'labels'] and terms['labels'].dtype == torch.float32
     total = step(*batches[0]).item()
@@ -415,7 +416,7 @@ def test_the_labels_are_learnt(small):
             small, batches if task_loss else [images for images, _ in batches], epochs=2, task_loss=task_loss
         )
         with torch.no_grad():
-            return sum(LabelLoss(model)(raw_maps(model, images), labels).item() for images, labels in batches)
+            return sum(label_loss(model, 1.0)(raw_maps(model, images), labels).item() for images, labels in batches)
 
     assert on_labels(1.0) < on_labels(0.0)
 

@@ -106,10 +106,10 @@ class Classification(Task):
         return output
 
     def label_loss(self, model: nn.Module, weight: float) -> Callable[..., torch.Tensor]:
-        """Make the cross entropy."""
-        from utils.qat.tasks.label_losses import ClassLoss
+        """Make the cross entropy of logits [B, classes] against classes [B], the mean over the images."""
+        from torch.nn.functional import cross_entropy
 
-        return ClassLoss(weight)
+        return lambda scores, labels: weight * cross_entropy(scores.float(), labels)
 
     def scorer(self, names: Mapping[int, str], categories: Sequence[int] | None = None) -> Any:
         """Make a ClassScorer; a classifier has no rows in COCO's format."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from utils.qat.tasks.detection import Detection
+from utils.qat.tasks.detection import Detection, read_by_losses
 
 if TYPE_CHECKING:
     import torch
@@ -30,10 +30,23 @@ class Segmentation(Detection):
         return predictions, rest[-1]
 
     def label_loss(self, model: nn.Module, weight: float) -> Callable[..., torch.Tensor]:
-        """Make upstream's loss of boxes, classes, DFL and masks."""
-        from utils.qat.tasks.label_losses import MaskLoss
+        """Make upstream's loss: as Detection's, with 2.5 mask more.
 
-        return MaskLoss(model, weight)
+        It takes (maps, coefficients [B, nm, N], prototypes [B, nm, H / 4, W / 4]), labels, and the masks of each image [1, H / 4, W / 4]:
+        the number of the object at each point, from 1; 0 = none.
+        """
+        import torch
+        from utils.segment.loss_tal import ComputeLoss
+
+        upstream = ComputeLoss(read_by_losses(model))
+
+        def loss(outputs: Any, labels: torch.Tensor, masks: Sequence[torch.Tensor]) -> torch.Tensor:
+            maps, *of_masks = outputs
+            given = [m.float() for m in maps], *(x.float() for x in of_masks)
+            true = torch.cat(tuple(masks)).to(labels.device).float()
+            return weight * upstream(given, labels, true)[0] / len(maps[0])
+
+        return loss
 
 
 TASK = Segmentation()

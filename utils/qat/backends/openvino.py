@@ -12,7 +12,7 @@ from typing_extensions import override
 
 from utils.qat.backends.session import Session, Signature
 from utils.qat.core.errors import QatError
-from utils.qat.graph.openvino_layers import Int8Layers, int8_layers, layers_of, quantized_convs
+from utils.qat.graph.openvino_layers import Int8Layers, layers_of, quantized_convs
 from utils.qat.graph.openvino_model import load_openvino, metadata, one_core, read_model, reason
 
 if TYPE_CHECKING:
@@ -120,7 +120,7 @@ class OpenVINO(Session):
             self.infer(arrays)
             for layer in self.request.profiling_info if run else ():  # the first run sets things up
                 ms[layer.node_name] = ms.get(layer.node_name, 0) + layer.real_time.total_seconds() * 1000 / runs
-        return int8_layers(layers_of(self.compiled, ms), self.quantized)
+        return Int8Layers(layers_of(self.compiled, ms), self.quantized)
 
     def compile_for(self, shapes: dict[str, tuple[int, ...]]) -> None:
         """Compile the model for inputs of these shapes, unless it is."""
@@ -130,7 +130,7 @@ class OpenVINO(Session):
         self.compiled = self.compile('LATENCY')
         self.request = self.compiled.create_infer_request()
         if any(self.quantized.values()):
-            self.int8 = int8_layers(layers_of(self.compiled), self.quantized)
+            self.int8 = Int8Layers(layers_of(self.compiled), self.quantized)
 
     def compile(self, purpose: str) -> openvino.CompiledModel:
         """Compile the model for self.shapes. purpose: LATENCY, a query at a time, or THROUGHPUT, several in streams."""

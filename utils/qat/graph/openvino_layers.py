@@ -102,41 +102,38 @@ def quantized_convs(model: openvino.Model) -> dict[str, bool]:
     }
 
 
-@dataclass
 class Int8Layers:
-    """The layers of a compiled model, sorted by what runs in INT8."""
+    """The layers of a compiled model, sorted by what runs in INT8.
 
-    layers: list[CompiledLayer]
-    convs: list[CompiledLayer]
-    by_design: list[CompiledLayer]  # of these, in float because their weights are float in the file
-    lost: list[CompiledLayer]  # of these, in float although their weights are quantized
-    moves: list[CompiledLayer]  # operators that only move values, in float before a layer that quantizes them
-    reencoded: list[CompiledLayer]  # re-encodings of what an INT8 layer returned
+    Attributes:
+        convs: the convolutions.
+        by_design: of these, in float because their weights are float in the file.
+        lost: of these, in float although their weights are quantized.
+        moves: operators that only move values, in float before a layer that quantizes them.
+        reencoded: re-encodings of what an INT8 layer returned.
+        int8: number of convolutions in INT8.
+    """
+
+    def __init__(self, layers: list[CompiledLayer], quantized: dict[str, bool]) -> None:
+        """Sort the layers, given the convolutions with quantized weights, see `quantized_convs`."""
+        self.layers, self.convs = layers, [layer for layer in layers if layer.kind in CONV_LAYERS]
+        floats = [layer for layer in self.convs if not layer.integer]
+        self.int8 = len(self.convs) - len(floats)
+        self.lost = [layer for layer in floats if any(quantized.get(name) for name in (layer.name, *layer.operators))]
+        self.by_design = [layer for layer in floats if layer not in self.lost]
+        self.moves = [
+            layer for layer in layers if layer.kind in MOVE_LAYERS and not layer.integer and _is_quantized(layer)
+        ]
+        self.reencoded = [layer for layer in layers if _reencodes(layer)]
 
     def __str__(self) -> str:
         if len(self.by_design) == len(self.convs):
             return f'INT8: none of {len(self.convs)} convolutions, for no weight is quantized in the file'
-        int8 = len(self.convs) - len(self.by_design) - len(self.lost)
         parts = [f'{len(self.by_design)} float by design'] * bool(self.by_design)
         if self.lost:
             shown = ', '.join(layer.name for layer in self.lost[:3]) + ', ...' * (len(self.lost) > 3)
             parts.append(f'{len(self.lost)} that should not be float: {shown}')
-        return f'INT8: {int8} of {len(self.convs)} convolutions' + (f' ({"; ".join(parts)})' if parts else '')
-
-
-def int8_layers(layers: list[CompiledLayer], quantized: dict[str, bool]) -> Int8Layers:
-    """Sort the layers of a compiled model, given the convolutions with quantized weights, see `quantized_convs`."""
-    convs = [layer for layer in layers if layer.kind in CONV_LAYERS]
-    floats = [layer for layer in convs if not layer.integer]
-    lost = [layer for layer in floats if any(quantized.get(name) for name in (layer.name, *layer.operators))]
-    return Int8Layers(
-        layers,
-        convs,
-        [layer for layer in floats if layer not in lost],
-        lost,
-        [layer for layer in layers if layer.kind in MOVE_LAYERS and not layer.integer and _is_quantized(layer)],
-        [layer for layer in layers if _reencodes(layer) and any(_integers(source) for source in layer.takes)],
-    )
+        return f'INT8: {self.int8} of {len(self.convs)} convolutions' + (f' ({"; ".join(parts)})' if parts else '')
 
 
 def _is_quantized(layer: CompiledLayer) -> bool:
@@ -148,14 +145,9 @@ def _is_quantized(layer: CompiledLayer) -> bool:
 
 
 def _reencodes(layer: CompiledLayer) -> bool:
-    """Whether a layer only writes values in another type or order."""
-    return (
-        layer.kind in REENCODINGS and layer.returns in INTEGERS and all(QUANTIZES in name for name in layer.operators)
-    )
-
-
-def _integers(layer: CompiledLayer) -> bool:
-    return layer.integer or layer.returns in INTEGERS
+    """Whether a layer only writes what an INT8 layer returned in another type or order."""
+    only = layer.kind in REENCODINGS and all(QUANTIZES in name for name in layer.operators)
+    return only and layer.returns in INTEGERS and any(s.integer or s.returns in INTEGERS for s in layer.takes)
 
 
 def plain_layers(found: Int8Layers, reasons: dict[str, str]) -> dict:
@@ -172,7 +164,7 @@ def plain_layers(found: Int8Layers, reasons: dict[str, str]) -> dict:
         }
 
     return {
-        'convolutions': {'int8': len(found.convs) - len(found.by_design) - len(found.lost), 'all': len(found.convs)},
+        'convolutions': {'int8': found.int8, 'all': len(found.convs)},
         'float by design': {layer.name: _why(layer, reasons) for layer in found.by_design},
         'float, should be INT8': [described(layer) for layer in (*found.lost, *found.moves)],
         're-encoded': [described(layer) for layer in found.reencoded],

@@ -125,7 +125,7 @@ def _compile(
 class AotiFormat(Pt2Format):
     """MODEL-aoti.pt2, a package of AOTInductor."""
 
-    name = 'aoti'
+    name = runs_in = 'aoti'
 
     @override
     def require(self, export: Export) -> None:

@@ -101,10 +101,12 @@ class Format(ABC):
     Attributes:
         name: a key of FORMATS.
         source: the format that its files are made from; None = the model itself.
+        runs_in: the backend that runs its files, if it is always the same one.
     """
 
     name: str
     source: str | None = None
+    runs_in: str | None = None
 
     def require(self, export: Export) -> None:
         """Raise QatError if the checkpoint, the options, the device or the installed libraries do not allow this format."""
@@ -119,7 +121,7 @@ class Format(ABC):
 
     def backend(self, export: Export) -> str | None:
         """Return the backend that runs the file for --verify; None if no backend can."""
-        return None
+        return self.runs_in
 
     def reference(self, export: Export) -> Callable[[torch.Tensor], Any]:
         """Return the PyTorch function that the file reproduces: images → predictions."""

@@ -104,7 +104,7 @@ def convert(model: nn.Module, imgsz: Sequence[int], batch: int, file: Path) -> N
 class LiteRTFormat(Format):
     """MODEL.tflite, which returns predictions."""
 
-    name = 'litert'
+    name = runs_in = 'litert'
 
     @override
     def require(self, export: Export) -> None:
@@ -139,10 +139,6 @@ class LiteRTFormat(Format):
             f'LiteRT against PyTorch: {agreement}',
         ]
         return Written({self.name: path}, lines)
-
-    @override
-    def backend(self, export: Export) -> str | None:
-        return 'litert'
 
 
 FORMAT = LiteRTFormat()

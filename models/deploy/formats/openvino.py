@@ -84,6 +84,7 @@ class OpenVINOFormat(Format):
 
     name = 'openvino'
     source: str = 'onnx'
+    runs_in = 'openvino'
 
     @override
     def require(self, export: Export) -> None:
@@ -123,10 +124,6 @@ class OpenVINOFormat(Format):
             LOGGER.warning(f'{OVERFLOW}; so the file is written without a comparison with PyTorch')
             return
         reference.require_agreement(found, 'OpenVINO', 'FP16' if typed_half(export) else 'FP32')
-
-    @override
-    def backend(self, export: Export) -> str | None:
-        return 'openvino'
 
 
 FORMAT = OpenVINOFormat()

@@ -93,7 +93,7 @@ def reference_of(export: Export) -> Reference:
 class Pt2Format(Format):
     """MODEL.pt2, an exported program."""
 
-    name = 'pt2'
+    name = runs_in = 'pt2'
 
     @override
     def require(self, export: Export) -> None:
@@ -132,10 +132,6 @@ class Pt2Format(Format):
                 f'{BACKENDS[self.name].title} against PyTorch: {agreement}',
             ],
         )
-
-    @override
-    def backend(self, export: Export) -> str | None:
-        return self.name  # each has a backend of its own
 
 
 FORMAT = Pt2Format()

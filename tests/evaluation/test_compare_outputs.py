@@ -40,6 +40,7 @@ def test_top_accuracy_and_ranks_by_hand():
     assert found['reference'] == {'top1': 2 / 3, 'top5': 1.0} and found['other'] == {'top1': 1 / 3, 'top5': 2 / 3}
     assert [r['disagreement'] for r in found['ranks']] == pytest.approx([1 / 3, 2 / 3, 0])
     assert [r['score'] for r in found['ranks']] == pytest.approx([9, 8, 7])
+    assert [r['rank'] for r in found['ranks']] == [1, 2, 3]
     assert found['disagreement'] == pytest.approx(1 / 3)
     assert found['scores'] == pytest.approx({'max': 8, 'mean': (1 + 1 + 8 + 8) / 18, 'within': 14 / 18})
     for ap, matched, beyond in ((0.34, 0.6, []), (0.3, 0.6, ['top-1 differs']), (0.34, 0.7, ['the best class'])):

@@ -13,6 +13,7 @@ from zoo import command, holds, rows_of
 
 from labelled import CPU, PERFECT, boxes_of, labels_of, val_images, words
 from models.deploy.formats.onnx import export_onnx
+from utils.qat.backends.detections import detect
 from utils.qat.backends.file_model import open_file
 from utils.qat.backends.pytorch import TorchModel
 from utils.qat.config.qat import EvalConfig
@@ -138,6 +139,12 @@ def test_figures_by_hand(demo, loader, change, options, ap, ap50, recall):
     assert (metrics.ap, metrics.ap50) == pytest.approx((ap * PERFECT, ap50 * PERFECT), abs=1e-3)
     assert (metrics.recall, metrics.precision) == pytest.approx((recall, recall), abs=0.01)
     assert metrics.images == 12 and metrics.instances > 30
+
+
+def test_boxes_that_overlap_by_more_than_the_threshold_are_dropped():
+    boxes = torch.tensor([[[50.0, 50], [50, 60], [40, 40], [40, 40], [0.9, 0.8]]])  # of an IoU of 0.6
+    kept = {threshold: len(detect(boxes, (100, 100), iou_thres=threshold)[0]) for threshold in (0.5, 0.59, 0.61)}
+    assert kept == {0.5: 1, 0.59: 1, 0.61: 2} and len(detect(boxes, (100, 100))[0]) == 2
 
 
 def test_no_more_detections_than_asked_for(demo, loader):

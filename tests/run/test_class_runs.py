@@ -207,6 +207,7 @@ SPOILT = {  # what the line says → what was done to the data
     'no folder train in it': without('train'),
     'class 3 is a class in train/ and not in val/': without('val/class 3'),
     'class 3 is a class in val/ and not in train/': without('train/class 3'),
+    '--data {}/train: needs a folder of images for each class': without(*(f'train/class {i}' for i in range(7))),
     'class 2: no images in it': lambda data: [file.unlink() for file in (data / 'val/class 2').iterdir()],
     '6 class folders, but the model': without(*OF_CLASS_6),
     'cat is no class of the model, which has class 6': (
@@ -225,7 +226,7 @@ def test_a_folder_that_does_not_fit_is_one_line(job, tmp_path, says):
     SPOILT[says](data)
     given = '--weights', job / 'resnet18.pt', '--data', data, '--project', tmp_path
     said = command('qat.py', 'eval', *given, '--device', 'cpu', code=2)
-    assert says in said and 'Traceback' not in said and not (tmp_path / 'exp').exists()
+    assert says.format(data) in said and 'Traceback' not in said and not (tmp_path / 'exp').exists()
 
 
 def test_the_command_of_classifiers_refuses_a_detector(small):

@@ -67,6 +67,15 @@ def test_without_hyp_images_are_as_they_are(small):
     assert orders[0] != orders[1]
 
 
+def test_fewer_images_are_spread_over_the_set(small):
+    """For the calibration, of which some compare, and for scores."""
+    whole, four = (Loaders(load_data(small.data), settings(imgsz=64, calib_images=n), 32) for n in (12, 4))
+    images, few = torch.cat(list(whole.calibration())), four.calibration()
+    assert same([torch.cat(list(few)), torch.cat(list(few.spread(2)))], [images[::3], images[::6]])
+    paths, some = ([path for batch in whole.scored(True, limit) for path in batch[2]] for limit in (None, 4))
+    assert some == paths[::3]
+
+
 def test_images_without_labels_are_augmented_alike(small, tmp_path):
     labelled = load_data(small.data)
     shutil.copytree(labelled.train[0], tmp_path / 'images')

@@ -28,7 +28,7 @@ from utils.qat.config.tables import DEFAULT_TARGET, TARGETS, TargetText
 from utils.qat.core.errors import QatError
 from utils.qat.graph.audit import audit, finding_counts
 from utils.qat.graph.audit_rules import DFL, HEAD, rules_of
-from utils.qat.graph.onnx_graph import constants, count_qdq, has_zero_points, metadata_value
+from utils.qat.graph.onnx_graph import QDQ, constants, count_qdq, has_zero_points, metadata_value
 from utils.qat.graph.passes import unsigned_activations
 from utils.qat.run.sensitivity_summary import FILE
 from utils.qat.targets.target import load_target
@@ -139,6 +139,9 @@ def test_a_detector_has_unsigned_integers_for_openvino_only_behind_a_relu(tmp_pa
     for activation, unsigned in (('nn.SiLU()', False), ('nn.ReLU()', True)):
         _, graph = exported('small', tmp_path / 'model.onnx', OPENVINO, activation=activation)
         assert has_zero_points(graph) == unsigned and audit(graph, rules_of('openvino')).findings == []
+        values = constants(graph)
+        zeros = {values[n.input[2]].dtype.name: values[n.input[2]].max() for n in graph.graph.node if n.op_type in QDQ}
+        assert zeros == {'int8': 0, **({'uint8': 0} if unsigned else {})}, 'any other is float on a CPU with AMX'
         assert any(finding.kind == 'zero point' for finding in audit(graph).findings) == unsigned
     with pytest.raises(QatError, match='behind ReLU; quantize with --target tensorrt'):
         OPENVINO.require_tensorrt('--half', zero_points=True)

@@ -331,7 +331,7 @@ def in_the_way(graph: Graph) -> Iterator[Finding]:
 def numbers(graph: Graph, zero_points: str = 'none') -> Iterator[Finding]:
     """Find wrong zero points, scales and axes. Zero points of activations: see targets.target.Target.
 
-    Zero points are INT8 zeros ('unsigned': -128 too; 'any': any UINT8). Scales are positive normal numbers, the same in
+    Zero points are INT8 zeros ('unsigned': UINT8 zeros too; 'any': any UINT8). Scales are positive normal numbers, the same in
     DQ as in Q. Only weights are per-channel, along the output channel, with an explicit axis. A fault that a Q and its DQ
     share is reported for the DQ.
     """
@@ -349,13 +349,8 @@ def numbers(graph: Graph, zero_points: str = 'none') -> Iterator[Finding]:
         zero = graph.values.get(node.input[2]) if len(node.input) > 2 else None
         if len(node.input) < 3 or not node.input[2]:
             yield Finding('zero point', where, 'missing; TensorRT 8.6 wants it written')
-        elif zero is not None and zero_points == 'any' and node.output[0] not in graph.fixed:
-            if zero.dtype != np.uint8 or zero.ndim:
-                yield Finding('zero point', where, f'{zero.dtype} {zero.tolist()}, not one of uint8')
-        elif zero is not None and zero.dtype != np.int8:
-            yield Finding('zero point', where, f'{zero.dtype}, not int8')
-        elif zero is not None and zero.any() and not _never_negative(graph, node, zero, zero_points):
-            yield Finding('zero point', where, f'{np.count_nonzero(zero)} of {zero.size} are not 0')
+        elif zero is not None and (wrong := _wrong_zero(zero, node.output[0] not in graph.fixed, zero_points)):
+            yield Finding('zero point', where, wrong)
         q = graph.producer.get(node.input[0])
         if (
             node.op_type == 'DequantizeLinear'
@@ -390,9 +385,16 @@ def numbers(graph: Graph, zero_points: str = 'none') -> Iterator[Finding]:
                 yield Finding('axis', where, f'{axis}, the output channels are on {wanted}')
 
 
-def _never_negative(graph: Graph, node: NodeProto, zero: np.ndarray, zero_points: str) -> bool:
-    """Tell whether a zero point fits an activation without negative values, and the engine takes it; see `numbers`."""
-    return zero_points == 'unsigned' and node.output[0] not in graph.fixed and zero.ndim == 0 and zero == -128
+def _wrong_zero(zero: np.ndarray, activation: bool, zero_points: str) -> str:
+    """Say what is wrong with a zero point; '' if nothing is. See `numbers`."""
+    unsigned = activation and zero.dtype == np.uint8 and zero.ndim == 0
+    if activation and zero_points == 'any':
+        return '' if unsigned else f'{zero.dtype} {zero.tolist()}, not one of uint8'
+    if unsigned and zero_points == 'unsigned' and zero == 0:
+        return ''
+    if zero.dtype != np.int8:
+        return f'{zero.dtype}, not int8'
+    return f'{np.count_nonzero(zero)} of {zero.size} are not 0' if zero.any() else ''
 
 
 Rules = tuple[Callable[[Graph], Iterator[Finding]], ...]

@@ -386,10 +386,11 @@ def absorb_relus(model: ModelProto) -> ModelProto:
     return _keep(model, keep, renamed)
 
 
-def unsigned_activations(model: ModelProto) -> ModelProto:
+def unsigned_activations(model: ModelProto, all_of_them: bool = True) -> ModelProto:
     """Convert the Q/DQ of activations to unsigned integers, in place: zero points grow by 128; changes no value.
 
-    ONNX Runtime's kernels for x86 take unsigned activations and signed weights.
+    ONNX Runtime's kernels for x86 take unsigned activations and signed weights. Without `all_of_them` only those that are never
+    negative are converted, whose zero point becomes 0.
     """
     values = constants(model)
     stored: dict[int, str] = {}
@@ -402,7 +403,8 @@ def unsigned_activations(model: ModelProto) -> ModelProto:
             continue
         if values[node.input[2]].dtype == np.int8 and values[node.input[2]].ndim == 0:
             zero = int(values[node.input[2]]) + 128
-            node.input[2] = stored.setdefault(zero, f'zero_point {zero}')
+            if zero == 0 or all_of_them:
+                node.input[2] = stored.setdefault(zero, f'zero_point {zero}')
     for zero, name in stored.items():
         model.graph.initializer.append(numpy_helper.from_array(np.array(zero, np.uint8), name))
     del model.graph.value_info[:]  # types of the signed integers
@@ -414,4 +416,16 @@ def integers_in_onnxruntime(model: ModelProto) -> ModelProto:
     return unsigned_activations(absorb_relus(drop_repeated_qdq(model, behind_moves=False)))
 
 
-LAST = {'onnxruntime': integers_in_onnxruntime, 'litert': integers_in_onnxruntime}  # target → last pass over its graphs
+def integers_in_openvino(model: ModelProto) -> ModelProto:
+    """Rewrite a graph, in place, so that OpenVINO's own reader of ONNX finds integers that it computes with; changes no value.
+
+    On a CPU with AMX it computes a convolution in float if its input has a zero point other than 0.
+    """
+    return unsigned_activations(model, all_of_them=False)
+
+
+LAST = {  # target → last pass over its graphs
+    'onnxruntime': integers_in_onnxruntime,
+    'litert': integers_in_onnxruntime,
+    'openvino': integers_in_openvino,
+}

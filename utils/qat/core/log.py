@@ -58,7 +58,7 @@ class LineFormatter(logging.Formatter):
 class Raising(logging.StreamHandler):
     """A handler that raises write errors, so that the command ends with one line; logging would print a traceback and go on."""
 
-    baseFilename = OUTPUT
+    baseFilename = OUTPUT  # the name that FileHandler gives it
 
     def handleError(self, record: logging.LogRecord) -> None:
         """Raise the error of writing a record; an OSError gets the name of its file, which `explain` needs."""

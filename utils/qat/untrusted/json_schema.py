@@ -1,4 +1,4 @@
-"""Check the exact content of a JSON file: every key is known, every value has its type and range.
+"""Check plain values, such as the content of a JSON file: every key is known, every value has its type and range.
 
 A kind says which values fit. It is one of
 

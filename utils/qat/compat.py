@@ -29,10 +29,7 @@ import warnings
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    from packaging.requirements import Requirement
+from typing import Any
 
 LOGGER = logging.getLogger('yolov9_qat.compat')
 

@@ -26,6 +26,7 @@ from utils.qat.data.dataset import check_images, held_out_files, unreadable
 from utils.qat.untrusted.names import class_names
 
 MEAN, STD = tuple(IMAGENET_MEAN), tuple(IMAGENET_STD)  # of RGB in 0..1
+normalized = Normalize(MEAN, STD)  # images [..., 3, H, W] in 0..1 → as a classifier takes them
 
 
 @dataclass(frozen=True)
@@ -103,11 +104,6 @@ def load_image_folders(folder: Path, names: Mapping[int, str], flag: str = '--da
     return ImageFolders(folder, train, val, dict(enumerate(classes)), flag)
 
 
-def normalized(images: torch.Tensor) -> torch.Tensor:
-    """Normalize images [B, 3, H, W] in 0..1 for a classifier."""
-    return (images - images.new_tensor(MEAN)[:, None, None]) / images.new_tensor(STD)[:, None, None]
-
-
 def read_bgr(file: str) -> np.ndarray:
     """Read an image by OpenCV: BGR, uint8 [H, W, 3]. Raises QatError if it cannot be read."""
     try:
@@ -126,7 +122,7 @@ class ClassImages:
 
     def __init__(self, files: Sequence[tuple[str, int]], config: LoaderConfig) -> None:
         self.im_files, self.labels = [file for file, _ in files], [label for _, label in files]
-        self.prepare = (CenterCrop(config.imgsz), ToTensor(), Normalize(MEAN, STD))
+        self.prepare = (CenterCrop(config.imgsz), ToTensor(), normalized)
 
     def __len__(self) -> int:
         return len(self.im_files)

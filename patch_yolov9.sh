@@ -1,6 +1,14 @@
 #!/usr/bin/env bash
 # Lay yolov9-qat over a clone of YOLOv9 (WongKinYiu/yolov9), check it, or remove it.
 #
+# Usage: patch_yolov9.sh YOLOV9_DIR [--check | --revert | --link | --force]
+#   (nothing)  copy the toolkit into YOLOV9_DIR; a second run updates older files
+#   --link     symlink (commands: a launcher) instead of copying, for work on the toolkit itself
+#   --check    write nothing; exit 0 if the tree is patched and up to date, 1 if not, with the difference
+#   --revert   restore the tree byte for byte
+#   --force    continue where it would refuse: move foreign files to .yolov9-qat.backup (--revert brings them back), and
+#              overwrite our edited files, or remove them with --revert
+#
 #   in:  a YOLOv9 tree
 #   out: the same tree plus our files, one marked block at the top of its utils/__init__.py and models/__init__.py
 #        (they load utils/qat/compat.py; models/common.py imports removed modules before it imports utils, hence both),
@@ -28,17 +36,7 @@ OTHERS=(models/quantize.py models/quantize_rules.py) # of another tool; the firs
 BEGIN='# >>> yolov9-qat >>> written by patch_yolov9.sh, removed by patch_yolov9.sh --revert'
 END='# <<< yolov9-qat <<<'
 
-usage() {
-    cat <<EOF
-Usage: patch_yolov9.sh YOLOV9_DIR [--check | --revert | --link | --force]
-  (nothing)  copy the toolkit into YOLOV9_DIR; a second run updates older files
-  --link     symlink (commands: a launcher) instead of copying, for work on the toolkit itself
-  --check    write nothing; exit 0 if the tree is patched and up to date, 1 if not, with the difference
-  --revert   restore the tree byte for byte
-  --force    continue where it would refuse: move foreign files to $BACKUP (--revert brings them back), and
-             overwrite our edited files, or remove them with --revert
-EOF
-}
+usage() { sed -n '2,/^set/{s/^# \{0,1\}//;/^set/d;p;}' "$SELF"; }
 
 refuse() { # reason, next step ...: one line
     local line

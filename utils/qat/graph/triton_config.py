@@ -1,6 +1,6 @@
 """Write config.pbtxt, for NVIDIA Triton Inference Server to serve an exported graph: plain, DeepStream, or with NMS inside.
 
-It belongs in MODELS/<name>/, beside 1/model.plan, the graph's engine. Format:
+It belongs in MODELS/<name>/, beside 1/model.plan (the graph's engine) or 1/model.onnx. Format:
 docs/user_guide/model_configuration.md of https://github.com/triton-inference-server/server.
 """
 
@@ -20,10 +20,11 @@ TYPES: dict[int, str] = {
     TensorProto.UINT8: 'TYPE_UINT8',
     TensorProto.BOOL: 'TYPE_BOOL',
 }
+PLATFORMS = ('tensorrt_plan', 'onnxruntime_onnx')
 
 
-def triton_config(model: ModelProto, name: str, max_batch: int = 1) -> str:
-    """Write the configuration of a model, by its name in Triton, for its TensorRT.
+def triton_config(model: ModelProto, name: str, max_batch: int = 1, platform: str = 'tensorrt_plan') -> str:
+    """Write the configuration of a model, by its name in Triton, for a runtime of PLATFORMS.
 
     With an open batch axis, requests of several clients run together, up to max_batch, which the engine must accept. A graph
     with a fixed batch takes only this batch.
@@ -38,7 +39,7 @@ def triton_config(model: ModelProto, name: str, max_batch: int = 1) -> str:
         )
     lines = [
         f'name: {json.dumps(name, ensure_ascii=False)}',
-        'platform: "tensorrt_plan"',
+        f'platform: "{platform}"',
         f'max_batch_size: {max_batch if open_batch else 0}',
     ]
     for kind, values in (('input', inputs), ('output', model.graph.output)):

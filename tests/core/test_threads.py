@@ -121,7 +121,8 @@ def test_processes_that_are_started(tmp_path):
                 return os.environ['OMP_WAIT_POLICY']
 
         if __name__ == '__main__':
-            print(*next(iter(DataLoader(Data([0]), num_workers=1))), end=';')
+            [policy] = next(iter(DataLoader(Data([0]), num_workers=1)))
+            os.write(1, f'{{policy}};'.encode())  # in one piece, whatever the other process writes
         """)
     )
     torchrun = '-m', 'torch.distributed.run', '--standalone', '--nproc_per_node', 2

@@ -315,9 +315,8 @@ def test_the_images_and_their_labels_lie_where_the_client_puts_them(small, sides
     """The evaluation letterboxes pixel by pixel as scripts/infer_onnx.py does, and maps its boxes back to the image."""
     letterbox = program('scripts/infer_onnx.py').letterbox
     config = EvalConfig(small.single, small.data, batch_size=3, imgsz=sides, workers=0)
-    batches = Loaders(load_data(small.data), config, 32).scored(
-        square=sides == (128, 128)
-    )  # others are never padded less
+    square = sides == (128, 128)  # images of other sizes are letterboxed in any case
+    batches = Loaders(load_data(small.data), config, 32).scored(square)
     for images, targets, paths, shapes in batches:
         assert tuple(images.shape[2:]) == sides
         for i, (image, path) in enumerate(zip(images, paths)):

@@ -1,7 +1,16 @@
 """ONNX file → OpenVINO's own files, MODEL.xml and MODEL.bin, renamed into place after a check in OpenVINO.
 
-OpenVINO looks for the weights under the name of the .xml. Two files cannot be renamed at once, so the old .xml is deleted first and the
-new one renamed last: a process that is killed leaves a pair that fits, or no .xml.
+A process that is killed at any time leaves a pair that loads, old or new. Two files cannot be renamed at once, and OpenVINO
+looks for the weights under the name of the .xml only. But it reads only those parts of a .bin to which the .xml points, so
+one .bin can serve two .xml files. The pair goes through these states, one rename each:
+
+    .xml                    .bin
+    old                     old weights
+    old                     old weights, behind them the new ones
+    new, points behind      old weights, behind them the new ones
+    new, points behind      new weights, and behind them once more
+    new                     new weights, and behind them once more
+    new                     new weights
 
 MODEL_openvino_model/ has a copy of them, and metadata.yaml: the form that Ultralytics' package loads.
 """
@@ -10,10 +19,12 @@ from __future__ import annotations
 
 import ast
 import contextlib
+import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
+from xml.etree import ElementTree
 
 import onnx
 import torch
@@ -30,6 +41,7 @@ from utils.qat.core.log import LOGGER
 from utils.qat.graph.onnx_graph import shape_of
 from utils.qat.graph.openvino_model import load_openvino, write_ir
 
+ALIGNED = 4096  # bytes; weights begin at a multiple of it
 CPU = torch.device('cpu')
 METADATA = 'metadata.yaml'
 
@@ -38,13 +50,42 @@ METADATA = 'metadata.yaml'
 def atomic_pair(path: Path) -> Iterator[Path]:
     """Yield a temporary .xml path; if the block succeeds, rename its .xml and .bin to their final names, those of `path`.
 
-    After an error of the block the old pair stays.
+    After an error of the block, or if a file cannot be written, a pair that loads stays.
     """
-    with atomic(path) as new, atomic(path.with_suffix('.bin')) as weights:  # which is renamed first
+    weights = path.with_suffix('.bin')
+    with atomic(weights) as new_weights, atomic(path) as new:  # the .xml is renamed first
         yield new
-        for written in (new, weights):
-            written.stat()
-        path.unlink(missing_ok=True)
+        step = new.with_suffix('.step')
+        try:
+            if path.is_file() and weights.is_file():
+                behind = -(-max(weights.stat().st_size, new_weights.stat().st_size) // ALIGNED) * ALIGNED
+                _write_weights([(0, weights), (behind, new_weights)], step, weights)
+                _write_pointing_behind(new, behind, step, path)
+                _write_weights([(0, new_weights), (behind, new_weights)], step, weights)
+            else:
+                path.unlink(missing_ok=True)  # it lacks its .bin, and the new .bin does not fit it
+                _write_weights([(0, new_weights)], step, weights)
+        finally:
+            step.unlink(missing_ok=True)
+
+
+def _write_weights(parts: Sequence[tuple[int, Path]], step: Path, weights: Path) -> None:
+    """Concatenate files, each from its offset on, into `weights`, through the temporary file `step`."""
+    with step.open('wb') as content:
+        for place, part in parts:
+            content.seek(place)
+            with part.open('rb') as source:
+                shutil.copyfileobj(source, content)
+    os.replace(step, weights)
+
+
+def _write_pointing_behind(new: Path, behind: int, step: Path, path: Path) -> None:
+    """Write the .xml `new` to `path`, with all weight offsets raised by `behind` bytes, through the temporary file `step`."""
+    tree = ElementTree.parse(new)
+    for data in tree.iterfind(".//layer[@type='Const']/data"):
+        data.set('offset', str(int(data.attrib['offset']) + behind))
+    tree.write(step)
+    os.replace(step, path)
 
 
 def write_folder(path: Path, metadata: str) -> Path:

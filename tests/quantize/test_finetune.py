@@ -5,6 +5,7 @@ import itertools
 import math
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 from conftest import REPO
@@ -18,6 +19,7 @@ from models.quantize.finetuning.training_step import (
     GraphedStep,
     NotFinite,
     TrainingStep,
+    box_divergence,
     head_emits_raw_maps,
     relative_error,
 )
@@ -350,6 +352,52 @@ def test_fixed_scales_change_nothing(small, share):
     assert same(plain, fixed) and torch.allclose(gradient, other, rtol=1e-4, atol=1e-4 * gradient.abs().max().item())
     assert share or torch.equal(gradient, other)
     assert not any('_fixed' in q.__dict__ for _, q in named_quantizers(model)), 'nothing of it is left for a checkpoint'
+
+
+# ---- the boxes, with other activation functions -------------------------------------------------------------------------
+
+
+def softmax(logits):
+    powers = np.exp(logits - logits.max(0))
+    return powers / powers.sum(0)
+
+
+@pytest.mark.parametrize('task', ['detector', 'segmentation'])
+def test_the_divergence_of_the_boxes_is_weighted_by_the_teachers_score(task):
+    """Place by place in NumPy: the mean over four sides of the KL divergence, and the best sigmoid of the teacher's classes."""
+    bins, classes, sides, draw = 5, 3, 4, torch.Generator().manual_seed(0)
+    ours, theirs = ([torch.randn(2, 4 * bins + classes, n, n, generator=draw) for n in (4, 2)] for _ in 'ab')
+    total = weights = 0.0
+    for mine, wanted in zip(ours, theirs):
+        for place in itertools.product(range(2), *map(range, mine.shape[2:])):
+            q, p = (m[place[0], :, place[1], place[2]].double().numpy() for m in (mine, wanted))
+            score = (1 / (1 + np.exp(-p[4 * bins :]))).max()
+            q, p = ([softmax(side) for side in x[: 4 * bins].reshape(4, bins)] for x in (q, p))
+            total += score * sum((b * np.log(b / a)).sum() for a, b in zip(q, p)) / sides
+            weights += score
+    raw = [
+        (maps, torch.zeros(2, 8, 20), torch.zeros(2, 8, 16, 16)) if task == 'segmentation' else maps
+        for maps in (ours, theirs)
+    ]
+    assert box_divergence(*raw, bins).item() == pytest.approx(total / weights, rel=1e-5)
+    assert box_divergence(raw[1], raw[1], bins).item() == pytest.approx(0, abs=1e-6)
+
+
+@pytest.mark.parametrize('amp', sampled(['off', 'bf16'], 2))
+def test_the_boxes_add_to_the_loss(small, amp):
+    step = new_step(small, amp, box_bins=16)
+    terms = step._compare(LOADER[0])
+    assert list(terms) == [*step.layers, 'boxes'] and terms['boxes'].dtype == torch.float32 and terms['boxes'] > 0
+    total = step(LOADER[0]).item()
+    assert total == pytest.approx(sum(terms[i].item() for i in step.layers) / len(step.layers) + terms['boxes'].item())
+    assert step.parameters['model.0.conv.weight'].grad is not None
+
+
+def test_the_boxes_count_only_with_relu(small):
+    def first_loss(activation):
+        return run(small, epochs=1, iters=1, activation=activation)[1][0].loss
+
+    assert first_loss('relu') > first_loss('polynomial') == first_loss('keep')
 
 
 # ---- the labels ---------------------------------------------------------------------------------------------------------

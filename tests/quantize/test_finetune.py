@@ -381,6 +381,8 @@ def test_the_divergence_of_the_boxes_is_weighted_by_the_teachers_score(task):
     ]
     assert box_divergence(*raw, bins).item() == pytest.approx(total / weights, rel=1e-5)
     assert box_divergence(raw[1], raw[1], bins).item() == pytest.approx(0, abs=1e-6)
+    nothing = [torch.full_like(m, -200.0) for m in theirs]
+    assert box_divergence(ours, nothing, bins).item() == 0, 'the teacher sees no object at all'
 
 
 @pytest.mark.parametrize('amp', sampled(['off', 'bf16'], 2))

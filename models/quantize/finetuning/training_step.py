@@ -80,7 +80,8 @@ def relative_error(outputs: Sequence[torch.Tensor], targets: Sequence[torch.Tens
 def box_divergence(outputs: Any, wanted: Any, bins: int) -> torch.Tensor:
     """Compute the divergence of the boxes from the teacher's, at a place with an object: raw outputs of two detectors → FP32 [].
 
-    The weight of a place is the teacher's best score there, see divergence.divergence_of_sides.
+    The weight of a place is the teacher's best score there, see divergence.divergence_of_sides. Under torchrun the sum of the
+    weights is that of all processes, so that the mean of their losses is the loss of a single process.
     """
     total, weights = zip(
         *(
@@ -88,7 +89,8 @@ def box_divergence(outputs: Any, wanted: Any, bins: int) -> torch.Tensor:
             for ours, theirs in zip(output_parts(outputs)[0], output_parts(wanted)[0])
         )
     )
-    return sum(t.sum() for t in total) / sum(w.sum() for w in weights)
+    weight = all_reduce(torch.stack([w.sum() for w in weights]).sum()) / world_size()
+    return torch.stack([t.sum() for t in total]).sum() / weight.clamp(min=1e-12)
 
 
 class NotFinite(Exception):

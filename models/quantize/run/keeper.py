@@ -39,12 +39,8 @@ class Keeper:
     """
 
     def __init__(self, folder: Path, inputs: Inputs, images: dict[str, int]) -> None:
-        self.folder, self.weights, self.sha256, self.device = (
-            folder,
-            inputs.config.weights,
-            inputs.sha256,
-            inputs.device,
-        )
+        self.folder, self.weights = folder, inputs.config.weights
+        self.sha256, self.device = inputs.sha256, inputs.device
         if inputs.config.resume:
             from utils.qat.run.resume import read_state  # here, because few runs need it
 

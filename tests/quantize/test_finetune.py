@@ -23,6 +23,7 @@ from models.quantize.finetuning.training_step import (
     head_emits_raw_maps,
     relative_error,
 )
+from models.quantize.network import head_of
 from models.quantize.quantizers import FixedScales, named_quantizers, quantizers_off
 from utils.qat.config.tasks import load_task
 from utils.qat.core.errors import QatError
@@ -400,6 +401,17 @@ def test_the_boxes_count_only_with_relu(small):
         return run(small, epochs=1, iters=1, activation=activation)[1][0].loss
 
     assert first_loss('relu') > first_loss('polynomial') == first_loss('keep')
+
+
+def test_a_head_that_is_not_known_learns_layer_by_layer(small):
+    """Its outputs may be anything, so no box is read in them."""
+    student, teacher = small.quantized_model(), small.float_model()
+    for model in (student, teacher):
+        head = head_of(model)
+        head.__class__ = type('UsersHead', (type(head),), {})
+    config = settings(epochs=1, iters=1, lr=1e-4, activation='relu')
+    [epoch] = finetune(student, teacher, LOADER, config)
+    assert epoch.loss == run(small, epochs=1, iters=1)[1][0].loss
 
 
 # ---- the labels ---------------------------------------------------------------------------------------------------------

@@ -2,8 +2,8 @@
 
 The student starts as the teacher plus rounding noise, and the target of every layer is the output of the teacher's
 layer. So only --task-loss needs labels. A student with other activation functions cannot reproduce every layer: there the
-divergence of the boxes counts too, at the places with an object. Fake-quantizers pass gradients straight through inside their range. Scales stay
-as calibrated.
+divergence of the boxes counts too, at the places with an object. Fake-quantizers pass gradients straight through inside
+their range. Scales stay as calibrated.
 """
 
 import math
@@ -19,6 +19,7 @@ import torch.nn as nn
 from models.quantize.activations import exchanges
 from models.quantize.calibration.divergence import bins_of
 from models.quantize.finetuning.training_step import GraphedStep, NotFinite, TrainingStep
+from models.quantize.network import has_known_head
 from models.quantize.network import layers as layers_of
 from utils.qat.backends.pytorch import task_of
 from utils.qat.config.qat import QuantizeConfig
@@ -100,7 +101,7 @@ def finetune(
         config.precision(next(student.parameters()).device.type),
         capturable=bool(config.compile),
         label_loss=on_labels,
-        box_bins=bins_of(student) if config.activation == 'relu' else 0,
+        box_bins=bins_of(student) if config.activation == 'relu' and has_known_head(student) else 0,
     )
     step: TrainingStep | GraphedStep = GraphedStep(ungraphed) if config.compile else ungraphed
     per_epoch = min(config.iters, len(loader))

@@ -83,14 +83,12 @@ def box_divergence(outputs: Any, wanted: Any, bins: int) -> torch.Tensor:
     The weight of a place is the teacher's best score there, see divergence.divergence_of_sides. Under torchrun the sum of the
     weights is that of all processes, so that the mean of their losses is the loss of a single process.
     """
-    total, weights = zip(
-        *(
-            divergence_of_sides(split_map(ours.float(), bins)[0], *split_map(theirs.float(), bins))
-            for ours, theirs in zip(output_parts(outputs)[0], output_parts(wanted)[0])
-        )
-    )
-    weight = all_reduce(torch.stack([w.sum() for w in weights]).sum()) / world_size()
-    return torch.stack([t.sum() for t in total]).sum() / weight.clamp(min=1e-12)
+    sums = []
+    for ours, theirs in zip(output_parts(outputs)[0], output_parts(wanted)[0]):
+        found, weights = divergence_of_sides(split_map(ours.float(), bins)[0], *split_map(theirs.float(), bins))
+        sums.append(torch.stack((found.sum(), weights.sum())))
+    total, weight = torch.stack(sums).sum(0)
+    return total / (all_reduce(weight.detach().clone()) / world_size()).clamp(min=1e-12)
 
 
 class NotFinite(Exception):

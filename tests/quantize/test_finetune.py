@@ -3,7 +3,6 @@
 import contextlib
 import itertools
 import math
-from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -206,7 +205,7 @@ def test_what_is_not_finite_leaves_the_weights_of_the_last_good_step(small, amp)
     with pytest.raises(QatError, match=r'not finite from layer model\.0 on \(epoch 1\)'):
         list(finetune(student, small.float_model(), [*LOADER[:2], bad, LOADER[3]], options))
     expected = small.quantized_model()
-    step = TrainingStep(expected, small.float_model(), supervised_layers(expected, 1), options.lr, amp)
+    step = TrainingStep(expected, small.float_model(), supervised_layers(expected, 1), options.highest_rate, amp)
     for number, images in enumerate(LOADER[:2]):
         step.set_rate(learning_rate_share(number, 4))
         step(images)
@@ -246,6 +245,35 @@ def test_the_default_precision_is_that_of_the_device(device, amp):
     for given in (None, 'bf16'):
         config = settings(amp=given).on(device)
         assert config.amp == (given or amp)
+
+
+@pytest.mark.parametrize(
+    'changes, device, graph',
+    [
+        ({}, 'cuda', True),
+        ({}, 'cpu', False),
+        ({'compile': False}, 'cuda', False),
+        ({'task_loss': 0.1}, 'cuda', False),
+        ({'activation': 'relu'}, 'cuda', False),
+        ({'activation': 'relu', 'task_loss': 0.0}, 'cuda', True),
+    ],
+)
+def test_a_graph_is_the_default_on_a_gpu_but_not_with_labels(changes, device, graph):
+    assert settings(**changes).is_graph(device) == graph
+
+
+@pytest.mark.parametrize(
+    'changes, rate, labels',
+    [
+        ({}, 1e-5, 0.0),
+        ({'activation': 'polynomial'}, 1e-5, 0.0),
+        ({'activation': 'relu'}, 3e-4, 1.0),
+        ({'activation': 'relu', 'lr': 1e-4, 'task_loss': 0.0}, 1e-4, 0.0),
+    ],
+)
+def test_the_recipe_follows_from_the_activation(changes, rate, labels):
+    config = settings(**changes)
+    assert (config.highest_rate, config.label_weight) == (rate, labels)
 
 
 @pytest.mark.gpu
@@ -398,7 +426,7 @@ def test_the_boxes_add_to_the_loss(small, amp):
 
 def test_the_boxes_count_only_with_relu(small):
     def first_loss(activation):
-        return run(small, epochs=1, iters=1, activation=activation)[1][0].loss
+        return run(small, epochs=1, iters=1, activation=activation, task_loss=0.0)[1][0].loss
 
     assert first_loss('relu') > first_loss('polynomial') == first_loss('keep')
 
@@ -409,7 +437,7 @@ def test_a_head_that_is_not_known_learns_layer_by_layer(small):
     for model in (student, teacher):
         head = head_of(model)
         head.__class__ = type('UsersHead', (type(head),), {})
-    config = settings(epochs=1, iters=1, lr=1e-4, activation='relu')
+    config = settings(epochs=1, iters=1, lr=1e-4, activation='relu', task_loss=0.0)
     [epoch] = finetune(student, teacher, LOADER, config)
     assert epoch.loss == run(small, epochs=1, iters=1)[1][0].loss
 
@@ -492,11 +520,15 @@ def test_labels_that_cannot_be_learnt_are_named(small):
 @pytest.mark.parametrize(
     'changes, says',
     [
-        ({'task_loss': 1.0, 'compile': True}, r'--task-loss 1\.0: not with --compile.*leave one of the two out'),
+        (
+            {'task_loss': 1.0, 'compile': True},
+            r'--task-loss 1\.0: not with --compile.*leave --compile out, or give --task-loss 0',
+        ),
+        ({'activation': 'relu', 'compile': True}, r'--task-loss 1\.0: not with --compile'),
         ({'task_loss': -1.0}, r'--task-loss -1\.0: must be 0 \(labels do not count\) or more'),
         ({'task_loss': math.nan}, '--task-loss nan'),
     ],
 )
 def test_what_cannot_be_is_refused(changes, says):
     with pytest.raises(QatError, match=says):
-        replace(settings(), **changes)
+        settings(**changes)

@@ -1,7 +1,9 @@
 """Laws of exchanged activation functions: which are exchanged, how near the polynomial is, and what files and runs know of them."""
 
 import json
+import shutil
 from copy import deepcopy
+from itertools import islice
 
 import classifiers
 import numpy as np
@@ -29,6 +31,7 @@ from models.quantize.calibration.calibrate import fit_ranges
 from models.quantize.calibration.divergence import HeadOutputs
 from models.quantize.convert import quantize_model
 from models.quantize.finetuning.loop import adapt
+from models.quantize.run.inputs import open_inputs, open_run
 from models.quantize.scales import never_negative, tie_scales
 from test_resume import alike
 from utils.qat.backends.detections import prepared
@@ -184,6 +187,39 @@ def test_the_model_learns_its_new_functions(small):
         return sum(((a - b).norm() / b.norm()).item() for a, b in zip(found[1:], wanted[1:], strict=True))
 
     assert distance(output(student, IMAGES[0])) < 0.7 * distance(untaught)
+
+
+@pytest.mark.parametrize(
+    'changes, batches, parts',
+    [
+        ({'activation': 'relu'}, 10, 2),
+        ({'activation': 'relu', 'task_loss': 0.0}, 10, 1),
+        ({'activation': 'polynomial'}, 3, 1),
+    ],
+)
+def test_with_relu_an_epoch_has_iters_steps_on_labels(small, changes, batches, parts):
+    """On images that are neither mirrored nor in mosaics; the model learns its functions before, from those that are."""
+    config = settings(weights=small.single, data=small.data, target='openvino', iters=10, **changes)
+    opened = open_run(open_inputs(config))
+    steps = list(islice(opened.training, 10))
+    assert len(steps) == batches and (len(steps[0]) if isinstance(steps[0], tuple) else 1) == parts
+    hyp = opened.training.loader.dataset.dataset.hyp
+    if changes['activation'] == 'relu':
+        assert (hyp['fliplr'], hyp['mosaic']) == (0, 0)
+        learnt = opened.calibration.adaptation.loader.dataset.dataset.hyp
+        assert learnt['fliplr'] and learnt['mosaic']
+
+
+def test_without_any_label_a_loss_on_them_is_refused(small, tmp_path):
+    folder = tmp_path / 'data'
+    shutil.copytree(small.data.parent, folder, ignore=shutil.ignore_patterns('*.cache'))
+    for file in (folder / 'labels/train').iterdir():
+        file.write_text('')
+    data = folder / 'data.yaml'
+    data.write_text(data.read_text().replace(str(small.data.parent), str(folder)))
+    config = settings(weights=small.single, data=data, target='openvino', activation='relu')
+    with pytest.raises(QatError, match='train: none of its .* nothing can be learnt from; --task-loss 0 needs none'):
+        open_run(open_inputs(config))
 
 
 def test_a_model_with_relu_already_is_refused(small, tmp_path):

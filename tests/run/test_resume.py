@@ -32,7 +32,7 @@ HYP = {**load_hyp(REPO / 'demo/hyp.yaml'), 'mosaic': 0.7, 'mixup': 0.5, 'fliplr'
 def training(small, data=None, hyp=HYP, shard=(0, 1), **changes):
     """TrainingImages of 12 images."""
     config = settings(**{'batch_size': 5, 'imgsz': 64, **changes})
-    return Loaders(data or load_data(small.data), config, 32, CPU, shard).training(hyp, labels=config.task_loss > 0)
+    return Loaders(data or load_data(small.data), config, 32, CPU, shard).training(hyp, labels=config.label_weight > 0)
 
 
 def epoch_of(images, epoch):

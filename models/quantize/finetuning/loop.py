@@ -2,7 +2,8 @@
 
 The student starts as the teacher plus rounding noise, and the target of every layer is the output of the teacher's
 layer. So only --task-loss needs labels. A student with other activation functions cannot reproduce every layer: there the
-divergence of the boxes counts too, at the places with an object. Fake-quantizers pass gradients straight through inside
+divergence of the boxes counts too, at the places with an object, and in the end the labels, because the errors of the teacher's
+boxes add to the student's. Fake-quantizers pass gradients straight through inside
 their range. Scales stay as calibrated.
 """
 
@@ -82,7 +83,7 @@ def finetune(
         student: calibrated, fused.
         teacher: the float model.
         loader: sized and re-iterable over images, FP32 [B, 3, H, W] in 0..1 on the model's device. With
-            config.task_loss it gives (images, labels) or (images, labels, masks).
+            config.label_weight it gives (images, labels) or (images, labels, masks).
         config: settings of the fine-tuning.
         progress: wraps the iterator of batches, such as tqdm; it also takes the number of the epoch and the number of
             batches.
@@ -92,18 +93,20 @@ def finetune(
     """
     take_from_first(student.state_dict().values())  # two kinds of GPU may differ in the last bit of the calibration
     layers = supervised_layers(student, config.supervision_stride)
-    on_labels = task_of(student).label_loss(student, config.task_loss) if config.task_loss else None
+    on_labels = task_of(student).label_loss(student, config.label_weight) if config.label_weight else None
+    device = next(student.parameters()).device.type
+    is_graph = config.is_graph(device)
     ungraphed = TrainingStep(
         student,
         teacher,
         layers,
-        config.lr,
-        config.precision(next(student.parameters()).device.type),
-        capturable=bool(config.compile),
+        config.highest_rate,
+        config.precision(device),
+        capturable=is_graph,
         label_loss=on_labels,
-        box_bins=bins_of(student) if config.activation == 'relu' and has_known_head(student) else 0,
+        box_bins=bins_of(student) if config.learns_activations and has_known_head(student) else 0,
     )
-    step: TrainingStep | GraphedStep = GraphedStep(ungraphed) if config.compile else ungraphed
+    step: TrainingStep | GraphedStep = GraphedStep(ungraphed) if is_graph else ungraphed
     per_epoch = min(config.iters, len(loader))
     total = config.epochs * per_epoch
 
@@ -128,7 +131,7 @@ def finetune(
             step.check()
         except NotFinite as e:
             raise QatError(
-                f'fine-tuning: {e} (epoch {number}); finished epochs are kept; try a smaller --lr than {config.lr}'
+                f'fine-tuning: {e} (epoch {number}); finished epochs are kept; try a smaller --lr than {config.highest_rate}'
             ) from e
         student.zero_grad(set_to_none=True)
         yield Epoch(
@@ -151,7 +154,7 @@ def adapt(
     config.iters steps, whatever the number of images.
     """
     share = next(iter(exchanges(student).values())).share
-    images.passes = -(-config.iters // len(images.loader))
+    images.fill(config.iters)
     learning = replace(config, epochs=config.activation_epochs, lr=ADAPTATION_RATE, task_loss=0.0)
     yield from finetune(
         student, teacher, images, learning, progress, after, lambda done: share.fill_(min(1.0, done / EXCHANGED_AT))

@@ -12,6 +12,7 @@ from torch.utils.data import DataLoader
 from models.quantize.activations import chosen_activations, require_exchange
 from models.quantize.calibration.ptq import FloatBlocks
 from models.quantize.checkpoint import CheckpointFile
+from models.quantize.network import require_known_head
 from utils.qat.backends.pytorch import TorchModel
 from utils.qat.config.qat import CalibrationConfig, QuantizeConfig
 from utils.qat.config.tasks import Task
@@ -19,7 +20,7 @@ from utils.qat.core.distributed import join, rank, world_size
 from utils.qat.core.errors import QatError
 from utils.qat.core.log import quiet_upstream
 from utils.qat.core.machine import select_device
-from utils.qat.data.dataset import VARIED, load_hyp
+from utils.qat.data.dataset import MILD, VARIED, load_hyp
 from utils.qat.data.loaders import Images, Loaders, TrainingImages
 from utils.qat.evaluation.detection_scores import require_annotations
 
@@ -82,6 +83,8 @@ def open_run(inputs: Inputs) -> RunInputs:
     config, images = inputs.config, inputs.images
     if config.hyp and not inputs.task.augments:
         raise QatError(f'--hyp {config.hyp}: images of {inputs.task.title} are not augmented, leave it out')
+    if config.epochs and config.label_weight:
+        require_known_head(inputs.model, f'--task-loss {config.label_weight}', 'give --task-loss 0')
     if config.exchanges:
         chosen_activations(inputs.model, config)  # --activation-only is refused before anything is written
     calibrates = config.exchanges or not config.resume
@@ -93,12 +96,15 @@ def open_run(inputs: Inputs) -> RunInputs:
         require_annotations(images.data, scored['val'].dataset.im_files)
     if config.val_split:
         scored['held out'] = images.scored(split='held out')
+    augments = config.learns_activations and inputs.task.augments and len(set(config.imgsz)) == 1
+    varied, mild = (VARIED, MILD) if augments else (None, None)
     calibration = None
     if float_blocks:
-        varied = VARIED if inputs.task.augments and len(set(config.imgsz)) == 1 else None
-        adaptation = images.training(hyp or varied) if config.activation == 'relu' else None
+        adaptation = images.training(hyp or varied) if config.learns_activations else None
         calibration = CalibrationInputs(images.calibration(), float_blocks, adaptation)
-    training = images.training(hyp, labels=config.task_loss > 0) if config.epochs else None
+    training = images.training(hyp or mild, labels=config.label_weight > 0) if config.epochs else None
+    if training and config.learns_activations:
+        training.fill(config.iters)
     loaders = dict(scored)
     learnt = training or (calibration and calibration.adaptation)
     if learnt:

@@ -229,10 +229,12 @@ class QuantizeConfig(CalibrationConfig):
         'steps per epoch, at most',
         allowed=Range(1, words='be 1 or more (for calibration only use --epochs 0)'),
     )
-    lr: float = fine_tuning(1e-5, 'highest learning rate', allowed=Range(0.0, 1.0, without=0))
-    task_loss: float = fine_tuning(
-        0.0,
-        "add W times upstream's loss on the labels, such as 0.1; not with --compile",
+    lr: float | None = fine_tuning(
+        None, 'highest learning rate; default: 1e-5, with ReLUs 3e-4', allowed=Range(0.0, 1.0, without=0)
+    )
+    task_loss: float | None = fine_tuning(
+        None,
+        "add W times upstream's loss on the labels, such as 0.1; not with --compile; default: 0, with ReLUs 1",
         metavar='W',
         allowed=Range(0, words='be 0 (labels do not count) or more'),
     )
@@ -279,18 +281,37 @@ class QuantizeConfig(CalibrationConfig):
         metavar='FOLDER',
     )
 
+    @property
+    def learns_activations(self) -> bool:
+        """Whether the model has to learn its new activation functions."""
+        return self.activation == 'relu'
+
+    @property
+    def highest_rate(self) -> float:
+        """The highest learning rate: --lr or its default."""
+        return self.lr or (3e-4 if self.learns_activations else 1e-5)
+
+    @property
+    def label_weight(self) -> float:
+        """The weight of the loss on the labels: --task-loss or its default."""
+        return float(self.learns_activations) if self.task_loss is None else self.task_loss
+
     def precision(self, device: str) -> str:
         """Choose the precision of the fine-tuning on a type of device, such as 'cuda': --amp or its default."""
         return self.amp or ('fp16' if device == 'cuda' else 'off')
 
+    def is_graph(self, device: str) -> bool:
+        """Choose whether the fine-tuning on a type of device replays a CUDA graph: --compile or its default."""
+        return device == 'cuda' and not self.label_weight if self.compile is None else self.compile
+
     def on(self, device: str) -> 'QuantizeConfig':
-        """Resolve the defaults of --amp and, on a GPU, of --compile, for a type of device.
+        """Resolve the default of --amp for a type of device.
 
         Raises QatError for --compile and FP16 without CUDA.
         """
         config = replace(self, amp=self.precision(device))
         if device == 'cuda':
-            return config if config.compile is not None else replace(config, compile=not config.task_loss)
+            return config
         again = 'leave out' if not config.resume else 'start another run without'
         if config.compile:
             raise QatError(f'--compile: records a CUDA graph, and the device is {device}; {again} --compile')
@@ -306,9 +327,9 @@ class QuantizeConfig(CalibrationConfig):
         )
         choosing = ['--keep-float'] * bool(self.keep_float) + ['--max-drop'] * (self.max_drop is not None)
         yield (
-            self.task_loss and self.compile,
-            f'--task-loss {self.task_loss}: not with --compile, because it waits for the device, which '
-            'a CUDA graph cannot do; leave one of the two out',
+            self.label_weight and self.compile,
+            f'--task-loss {self.label_weight}: not with --compile, because it waits for the device, which '
+            'a CUDA graph cannot do; leave --compile out, or give --task-loss 0',
         )
         yield (
             self.val_split and not self.epochs,

@@ -305,6 +305,8 @@ VARIED = {
     **dict.fromkeys(AUGMENTATION, 0.0),
     **dict(hsv_h=0.015, hsv_s=0.4, hsv_v=0.3, translate=0.1, scale=0.5, fliplr=0.5, mosaic=0.5),
 }
+# For a loss on the labels: near to the images themselves, and no mirror, which makes another class of an arrow or a digit
+MILD = {**VARIED, 'scale': 0.1, 'fliplr': 0.0, 'mosaic': 0.0}
 
 
 def load_hyp(file: Path) -> dict[str, Any]:
@@ -386,15 +388,15 @@ def check_dropped(files: Sequence[str], data: Any) -> None:
             _check_class(c, f'{label}:{number}', data)
 
 
-def require_labels(dataset: LoadImagesAndLabels, key: str, data: Any) -> None:
-    """Raise QatError if no image of the set to score has a label. `key` is the set in the data YAML."""
+def require_labels(dataset: LoadImagesAndLabels, key: str, data: Any, use: str) -> None:
+    """Raise QatError if no image of a set has a label. `key` is the set in the data YAML; `use`: what labels are for, as a participle."""
     if any(map(len, dataset.labels)):
         return
     image = Path(dataset.im_files[0])
     places = (place for parent in list(image.parents)[:4] for place in (parent, parent / 'annotations'))
     found = next((file for place in places for file in sorted(place.glob('*.json'))), Path('ANNOTATIONS.json'))
     raise QatError(
-        f'{data.flag} {data.file}: {key}: none of its {len(dataset.im_files)} images has a label, so nothing can be scored; the label of '
+        f'{data.flag} {data.file}: {key}: none of its {len(dataset.im_files)} images has a label, so nothing can be {use}; the label of '
         f'{image} was looked for in {dataset.label_files[0]}; labels in a COCO JSON are converted by: '
         f'{command("scripts/coco_to_yolo.py", found, image.parent)}'
     )

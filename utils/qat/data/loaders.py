@@ -178,6 +178,10 @@ class TrainingImages(Images):
 
     epoch, passes = 0, 1
 
+    def fill(self, steps: int) -> None:
+        """Let an epoch have at least `steps` batches, however few the images."""
+        self.passes = -(-steps // len(self.loader))
+
     def __len__(self) -> int:
         return self.passes * len(self.loader)
 
@@ -219,7 +223,7 @@ class Loaders:
         rect = not square and len(set(self.config.imgsz)) == 1
         dataset = self._open(split, masks, rect=rect, pad=0.5)
         if need_labels and isinstance(self.data, Data):
-            require_labels(dataset, 'val' if split == 'val' else 'train', self.data)
+            require_labels(dataset, 'val' if split == 'val' else 'train', self.data, 'scored')
         return unshuffled(spread(dataset, limit) if limit else dataset, self.config, self.shard)
 
     def calibration(self) -> Images:
@@ -235,6 +239,8 @@ class Loaders:
         """
         masks = {'downsample_ratio': COARSE, 'overlap': True} if labels else None  # as in segment/train.py
         dataset = self._open('train', masks, augment=hyp is not None, hyp=hyp)
+        if labels and isinstance(self.data, Data):
+            require_labels(dataset, 'train', self.data, 'learnt from; --task-loss 0 needs none')
         batches = EpochBatches(len(dataset), self.config.batch_size, self.config.seed, self.shard)
         return TrainingImages(Loader(Seeded(dataset), self.config, batches, self.shard[1]), self.device, labels)
 

@@ -3,8 +3,7 @@
 The student starts as the teacher plus rounding noise, and the target of every layer is the output of the teacher's
 layer. So only --task-loss needs labels. A student with other activation functions cannot reproduce every layer: there the
 divergence of the boxes counts too, at the places with an object, and in the end the labels, because the errors of the teacher's
-boxes add to the student's. Fake-quantizers pass gradients straight through inside
-their range. Scales stay as calibrated.
+boxes add to the student's. Fake-quantizers pass gradients straight through inside their range. Scales stay as calibrated.
 """
 
 import math

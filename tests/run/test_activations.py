@@ -190,19 +190,21 @@ def test_the_model_learns_its_new_functions(small):
 
 
 @pytest.mark.parametrize(
-    'changes, batches, parts',
+    'changes, labelled, sizes',
     [
-        ({'activation': 'relu'}, 10, 2),
-        ({'activation': 'relu', 'task_loss': 0.0}, 10, 1),
-        ({'activation': 'polynomial'}, 3, 1),
+        ({'activation': 'relu'}, True, [5] * 10),
+        ({'activation': 'relu', 'task_loss': 0.0}, False, [5] * 10),
+        ({'activation': 'polynomial'}, False, [5, 5, 2]),
+        ({'activation': 'relu', 'batch_size': 16}, True, [12] * 10),
     ],
 )
-def test_with_relu_an_epoch_has_iters_steps_on_labels(small, changes, batches, parts):
-    """On images that are neither mirrored nor in mosaics; the model learns its functions before, from those that are."""
-    config = settings(weights=small.single, data=small.data, target='openvino', iters=10, **changes)
-    opened = open_run(open_inputs(config))
+def test_with_relu_an_epoch_has_iters_steps_on_labels(small, changes, labelled, sizes):
+    """In full batches, of images that are neither mirrored nor in mosaics; the model learns its functions before, from those that are."""
+    config = {'batch_size': 5, 'weights': small.single, 'data': small.data, 'target': 'openvino', 'iters': 10}
+    opened = open_run(open_inputs(settings(**{**config, **changes})))
     steps = list(islice(opened.training, 10))
-    assert len(steps) == batches and (len(steps[0]) if isinstance(steps[0], tuple) else 1) == parts
+    assert isinstance(steps[0], tuple) == labelled
+    assert [len(step[0] if labelled else step) for step in steps] == sizes
     hyp = opened.training.loader.dataset.dataset.hyp
     if changes['activation'] == 'relu':
         assert (hyp['fliplr'], hyp['mosaic']) == (0, 0)

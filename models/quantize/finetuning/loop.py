@@ -93,19 +93,17 @@ def finetune(
     take_from_first(student.state_dict().values())  # two kinds of GPU may differ in the last bit of the calibration
     layers = supervised_layers(student, config.supervision_stride)
     on_labels = task_of(student).label_loss(student, config.label_weight) if config.label_weight else None
-    device = next(student.parameters()).device.type
-    is_graph = config.is_graph(device)
     ungraphed = TrainingStep(
         student,
         teacher,
         layers,
         config.highest_rate,
-        config.precision(device),
-        capturable=is_graph,
+        config.precision(next(student.parameters()).device.type),
+        capturable=bool(config.compile),
         label_loss=on_labels,
         box_bins=bins_of(student) if config.learns_activations and has_known_head(student) else 0,
     )
-    step: TrainingStep | GraphedStep = GraphedStep(ungraphed) if is_graph else ungraphed
+    step: TrainingStep | GraphedStep = GraphedStep(ungraphed) if config.compile else ungraphed
     per_epoch = min(config.iters, len(loader))
     total = config.epochs * per_epoch
 

@@ -1,5 +1,8 @@
 """One step of fine-tuning: images → loss, gradients, clipped update. The host queues the work and does not wait for it.
 
+Only upstream's loss on the labels makes it wait. So a step has three parts: the comparison of the models, the gradients of the loss on
+the labels, and the update. CUDA graphs replay the first and the last.
+
 A value that is not finite must not reach the weights, but a query after every step would stall the device. So the device
 itself tells the optimizer to skip this step and all later ones (`found_inf` of fused Adam), and the host checks from
 time to time. With FP16 the loss scale is a power of two that adapts to the gradients, as in GradScaler, but on the
@@ -29,7 +32,7 @@ DTYPES = {'off': torch.float32, 'bf16': torch.bfloat16, 'fp16': torch.float16}
 MAX_NORM = 10.0  # of the gradient
 # The loss is relative to whole layers, so gradients of single activations are near 1e-8; FP16 ends at 6e-8.
 LOSS_SCALE, GROW_AFTER = 2.0**13, 100  # the first scale, and the number of good steps after which it doubles
-BOXES, LABELS = 'boxes', 'labels'  # terms of the loss without a layer
+BOXES = 'boxes'  # the term of the loss without a layer
 MOMENTS = 'step', 'exp_avg', 'exp_avg_sq'  # Adam's state of a parameter
 WARM_UP = 3  # steps before a CUDA graph is recorded, in which libraries choose kernels and allocate memory
 
@@ -141,6 +144,13 @@ def _watched(
         yield
 
 
+def _cut(output: Any) -> Any:
+    """Copy a head's raw output, a tensor or lists and tuples of tensors, so that gradients end at it."""
+    if isinstance(output, torch.Tensor):
+        return output.detach().requires_grad_()
+    return type(output)(map(_cut, output))
+
+
 def head_emits_raw_maps(model: nn.Module) -> None:
     """Set all layers to eval mode and the head to training mode: it returns raw outputs, without the decoding of boxes.
 
@@ -176,7 +186,7 @@ class TrainingStep:
         amp: a key of DTYPES. With 'bf16' or 'fp16' the student runs under autocast, beside a copy of the teacher in
             that precision. Weights, scales, loss and update stay FP32.
         capturable: for a CUDA graph; the learning rate is then on the device.
-        label_loss: see Task.label_loss; it is added to the loss. Not in a CUDA graph.
+        label_loss: see Task.label_loss; it is added to the loss.
         box_bins: bins of the distances whose `box_divergence` is added to the loss; 0 = it is not.
     """
 
@@ -196,11 +206,7 @@ class TrainingStep:
         head_emits_raw_maps(student)
         head_emits_raw_maps(teacher)
         self.student, self.teacher, self.layers = student, teacher, layers
-        self.others: dict[str, Callable[..., torch.Tensor]] = {}  # terms of the raw outputs of both, and of the labels
-        if box_bins:
-            self.others[BOXES] = lambda outputs, wanted, *labels: box_divergence(outputs, wanted, box_bins)
-        if label_loss:
-            self.others[LABELS] = lambda outputs, wanted, *labels: label_loss(outputs, *labels)
+        self.label_loss, self.box_bins = label_loss, box_bins
         self.device, self.dtype = next(student.parameters()).device, DTYPES[amp]
         self.cuda = self.device.type == 'cuda'
         self.amp = amp != 'off'
@@ -293,11 +299,12 @@ class TrainingStep:
         first, *others = (relative_error(*pair) for pair in zip(outputs, targets))
         return sum(others, first) / (1 + len(others)) if others else first
 
-    def _compare(self, images: torch.Tensor, *labels: Any) -> dict[Any, torch.Tensor]:
-        """Run both models on `images`: layer → its term of the loss, and the terms without a layer at the end."""
+    def compare(self, images: torch.Tensor) -> tuple[Any, dict[Any, torch.Tensor]]:
+        """Run both models on `images`: the student's raw output, and layer → its term of the loss, the boxes at the end."""
         targets: dict[int, Any] = {}  # layer → the teacher's outputs, until they are compared
         pairs: dict[int, Any] = {}  # layer → the student's outputs and the teacher's
         terms: dict[Any, torch.Tensor] = {}
+        images = images.contiguous(memory_format=self.format)
         with torch.inference_mode(), _watched(self.teacher, self.layers, targets.__setitem__):
             wanted = self.teacher(images.to(self.dtype))
 
@@ -314,27 +321,51 @@ class TrainingStep:
         ):
             outputs = self.student(images)
         terms = terms or {layer: self._term(*pair) for layer, pair in pairs.items()}
-        return terms | {name: term(outputs, wanted, *labels) for name, term in self.others.items()}
+        if self.box_bins:
+            terms[BOXES] = box_divergence(outputs, wanted, self.box_bins)
+        return outputs, terms
 
-    def __call__(self, images: torch.Tensor, *labels: Any) -> torch.Tensor:
-        """Take one step on images, FP32 [B, 3, H, W] in 0..1; `labels` are further arguments of `label_loss`.
+    def label_gradients(self, outputs: Any, *labels: Any) -> list[torch.Tensor]:
+        """Compute the loss on the labels, then its scaled gradient for each tensor of the raw output; [] if labels do not count."""
+        if not self.label_loss:
+            return []
+        outputs = _cut(outputs)
+        loss = self.label_loss(outputs, *labels)
+        gradients = torch.autograd.grad(
+            self._scaled(loss), output_tensors(outputs), allow_unused=True, materialize_grads=True
+        )
+        return [loss.detach(), *gradients]
 
-        Returns the loss, FP32 [] on the device, without gradient. Raises NotFinite on a CPU only, see `check`.
-        """
-        terms = self._compare(images.contiguous(memory_format=self.format), *labels)
+    def update(
+        self, outputs: Any, terms: Mapping[Any, torch.Tensor], on_labels: Sequence[torch.Tensor]
+    ) -> torch.Tensor:
+        """Take the step that follows from `compare` and `label_gradients`; return the loss, FP32 [] on the device, without gradient."""
         loss = sum(terms[layer] for layer in self.layers) / len(self.layers)
-        for name in self.others:
-            loss = loss + terms[name]
+        if self.box_bins:
+            loss = loss + terms[BOXES]
         self.optimizer.zero_grad(set_to_none=True)
-        (loss if self.loss_scale is None else loss * self.loss_scale).backward()
-        loss, terms = self._average(loss.detach(), torch.stack([t.detach() for t in terms.values()]))
-        skip = self._clip_and_judge(loss, terms)
+        roots = [self._scaled(loss), *(output_tensors(outputs) if on_labels else ())]
+        torch.autograd.backward(roots, [None, *on_labels[1:]])
+        losses = torch.stack([t.detach() for t in (*terms.values(), *on_labels[:1])])
+        loss, losses = self._average(sum(on_labels[:1], loss.detach()), losses)
+        skip = self._clip_and_judge(loss, losses)
         if self.cuda:
             self.optimizer.found_inf = skip.float()
         else:  # CPU: a check costs nothing, and its Adam cannot skip a step
             self.check()
         self.optimizer.step()
         return loss
+
+    def __call__(self, images: torch.Tensor, *labels: Any) -> torch.Tensor:
+        """Take one step on images, FP32 [B, 3, H, W] in 0..1; `labels` are further arguments of `label_loss`.
+
+        Returns the loss, FP32 [] on the device, without gradient. Raises NotFinite on a CPU only, see `check`.
+        """
+        outputs, terms = self.compare(images)
+        return self.update(outputs, terms, self.label_gradients(outputs, *labels))
+
+    def _scaled(self, loss: torch.Tensor) -> torch.Tensor:
+        return loss if self.loss_scale is None else loss * self.loss_scale
 
     @torch.no_grad()
     def _average(self, loss: torch.Tensor, terms: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -381,7 +412,8 @@ class TrainingStep:
         finite, names = self.seen.isfinite().tolist(), [*layers_of(self.student)]
         places = [
             *(f'from layer {names[layer]} on' for layer in self.layers),
-            *(f'on the {name}' for name in self.others),
+            *['on the boxes'] * bool(self.box_bins),
+            *['on the labels'] * bool(self.label_loss),
         ]
         n = 1 + len(places)
         if not all(finite[:n]):
@@ -392,48 +424,56 @@ class TrainingStep:
 
 
 class GraphedStep:
-    """A capturable TrainingStep on a GPU, recorded as one CUDA graph and replayed: one launch instead of thousands.
+    """A capturable TrainingStep on a GPU, recorded as two CUDA graphs and replayed: two launches instead of thousands.
 
-    The recording follows WARM_UP steps, which count as training too. A batch of another shape than the first, such as the
-    last of an epoch, is computed without the graph.
+    The loss on the labels comes between the two. The recording follows WARM_UP steps, which count as training too. A batch of another
+    shape than the first, such as the last of an epoch, is computed without the graphs.
     """
 
     def __init__(self, step: TrainingStep) -> None:
         self.step, self.warm = step, 0
-        self.images: Any = None  # where the graph reads its batch
-        self.graph: Any = None
+        self.images: Any = None  # where the graphs read their batch
+        self.graphs: Any = None  # of compare and of update
         self.stream = torch.cuda.Stream(step.device)
         self.check, self.set_rate, self.state_dict = step.check, step.set_rate, step.state_dict
 
-    def __call__(self, images: torch.Tensor) -> torch.Tensor:
+    def __call__(self, images: torch.Tensor, *labels: Any) -> torch.Tensor:
         """Take one step; see TrainingStep."""
         if self.images is None:
             self.images = torch.empty_like(images, memory_format=self.step.format)
         if images.shape != self.images.shape:
-            return self.step(images)
+            return self.step(images, *labels)
         if self.warm < WARM_UP:
             self.warm += 1
             self.stream.wait_stream(torch.cuda.current_stream())
             with torch.cuda.stream(self.stream):
-                images.record_stream(self.stream)
-                loss = self.step(images)
+                loss = self.step(images, *labels)
             torch.cuda.current_stream().wait_stream(self.stream)
             return loss
         self.images.copy_(images)
-        if self.graph is None:
-            self._record()
-        self.graph.replay()
+        if self.graphs is None:
+            self._record(*labels)
+        compare, update = self.graphs
+        compare.replay()
+        for mine, new in zip(self.on_labels, self.step.label_gradients(self.outputs, *labels)):
+            mine.copy_(new)
+        update.replay()
         return self.loss.clone()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from a state, see TrainingStep.load_state_dict; the graph is recorded anew."""
+        """Continue from a state, see TrainingStep.load_state_dict; the graphs are recorded anew."""
         self.step.load_state_dict(state)
-        self.warm, self.graph = 0, None
+        self.warm, self.graphs = 0, None
 
-    def _record(self) -> None:
-        self.step.optimizer.zero_grad(set_to_none=True)  # the graph has its own gradients
-        graph = torch.cuda.CUDAGraph()
+    def _record(self, *labels: Any) -> None:
+        self.step.optimizer.zero_grad(set_to_none=True)  # the graphs have their own gradients
+        compare, update = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()
         # thread_local: meanwhile the loader's thread pins memory
-        with torch.cuda.graph(graph, stream=self.stream, capture_error_mode='thread_local'):
-            self.loss = self.step(self.images)
-        self.graph = graph
+        recorded = {'stream': self.stream, 'capture_error_mode': 'thread_local'}
+        with torch.cuda.graph(compare, **recorded):
+            self.outputs, terms = self.step.compare(self.images)
+        compare.replay()  # recording computes nothing, and a loss on the labels needs values
+        self.on_labels = self.step.label_gradients(self.outputs, *labels)
+        with torch.cuda.graph(update, pool=compare.pool(), **recorded):
+            self.loss = self.step.update(self.outputs, terms, self.on_labels)
+        self.graphs = compare, update

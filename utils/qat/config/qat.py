@@ -234,7 +234,7 @@ class QuantizeConfig(CalibrationConfig):
     )
     task_loss: float | None = fine_tuning(
         None,
-        "add W times upstream's loss on the labels, such as 0.1; not with --compile; default: 0, with ReLUs 1",
+        "add W times upstream's loss on the labels, such as 0.1; default: 0, with ReLUs 1",
         metavar='W',
         allowed=Range(0, words='be 0 (labels do not count) or more'),
     )
@@ -246,7 +246,7 @@ class QuantizeConfig(CalibrationConfig):
     amp: str | None = fine_tuning(None, 'autocast; default: fp16 on a GPU, which it needs, else off', allowed=AMP)
     compile: bool | None = fine_tuning(
         None,
-        'replay a CUDA graph, which takes more memory; default: on a GPU, but not with --task-loss',
+        'replay a CUDA graph, which takes more memory; default: on a GPU',
         negatable=True,
     )
     supervision_stride: int = option(1, 'compare every n-th layer with the float model', allowed=Range(1))
@@ -300,18 +300,14 @@ class QuantizeConfig(CalibrationConfig):
         """Choose the precision of the fine-tuning on a type of device, such as 'cuda': --amp or its default."""
         return self.amp or ('fp16' if device == 'cuda' else 'off')
 
-    def is_graph(self, device: str) -> bool:
-        """Choose whether the fine-tuning on a type of device replays a CUDA graph: --compile or its default."""
-        return device == 'cuda' and not self.label_weight if self.compile is None else self.compile
-
     def on(self, device: str) -> 'QuantizeConfig':
-        """Resolve the default of --amp for a type of device.
+        """Resolve the defaults of --amp and, on a GPU, of --compile, for a type of device.
 
         Raises QatError for --compile and FP16 without CUDA.
         """
         config = replace(self, amp=self.precision(device))
         if device == 'cuda':
-            return config
+            return replace(config, compile=self.compile is not False)
         again = 'leave out' if not config.resume else 'start another run without'
         if config.compile:
             raise QatError(f'--compile: records a CUDA graph, and the device is {device}; {again} --compile')
@@ -326,11 +322,6 @@ class QuantizeConfig(CalibrationConfig):
             '--activation-only: needs --activation polynomial or relu; leave it out',
         )
         choosing = ['--keep-float'] * bool(self.keep_float) + ['--max-drop'] * (self.max_drop is not None)
-        yield (
-            self.label_weight and self.compile,
-            f'--task-loss {self.label_weight}: not with --compile, because it waits for the device, which '
-            'a CUDA graph cannot do; leave --compile out, or give --task-loss 0',
-        )
         yield (
             self.val_split and not self.epochs,
             f'--val-split {self.val_split}: with --epochs 0 there is no epoch to choose; leave one of the two out',

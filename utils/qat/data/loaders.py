@@ -154,7 +154,7 @@ class EpochBatches:
 
     def __init__(self, n: int, batch_size: int, seed: int, shard: tuple[int, int] = (0, 1)) -> None:
         self.n, self.batch_size, self.seed, (self.rank, self.ranks) = n, batch_size, seed, shard
-        self.epoch = 0
+        self.epoch, self.drop_last = 0, self.ranks > 1
         if not len(self):
             raise QatError(
                 f'--batch-size {batch_size}: {self.ranks} processes need {self.ranks} full batches, and there are {n} training '
@@ -162,7 +162,7 @@ class EpochBatches:
             )
 
     def __len__(self) -> int:
-        return -(-self.n // self.batch_size) if self.ranks == 1 else self.n // self.batch_size // self.ranks
+        return self.n // self.batch_size // self.ranks if self.drop_last else -(-self.n // self.batch_size)
 
     def __iter__(self) -> Iterator[list[tuple[int, int]]]:
         generator = np.random.RandomState((self.seed, self.epoch))
@@ -179,7 +179,9 @@ class TrainingImages(Images):
     epoch, passes = 0, 1
 
     def fill(self, steps: int) -> None:
-        """Let an epoch have at least `steps` batches, however few the images."""
+        """Let an epoch have at least `steps` batches, however few the images, and full ones, because others run without the CUDA graph."""
+        sampler = self.loader.batch_sampler
+        sampler.drop_last |= sampler.n >= sampler.batch_size
         self.passes = -(-steps // len(self.loader))
 
     def __len__(self) -> int:

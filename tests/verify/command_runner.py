@@ -11,14 +11,18 @@ import signal
 import subprocess
 import sys
 import time
-from dataclasses import dataclass
+from concurrent.futures import wait
+from dataclasses import dataclass, field
 from pathlib import Path
+from tempfile import TemporaryFile
+from threading import Lock
 
 import pytest
 from conftest import TREE
 
 from utils.qat.config.deploy import VerifyConfig
 
+LOG = Lock()  # of log.txt, which several jobs write
 ERROR = re.compile(r'error: (.*)')
 
 
@@ -30,9 +34,12 @@ class CommandRunner:
     deadline: float  # by time.monotonic
     commands: list[str]  # of the present row, as a user would type them
     found: str = ''  # figures of the present row, in words
+    builds: dict = field(default_factory=dict)  # row that builds an engine, such as 'build plain' → its job, see builds.py
+    processes: set = field(default_factory=set)  # that run now
 
     def need(self, row):
         """Skip the present row unless this row, such as 'build plain' or 'trtexec plain', has left an engine."""
+        wait(self.builds[row][:1] if row in self.builds else [])
         if not (self.folder / engine_of(*reversed(row.split()))).exists():
             pytest.skip(f'needs {row}')
 
@@ -45,11 +52,7 @@ class CommandRunner:
         line = [str(TREE / file), *map(str, words)]
         self.commands.append(shlex.join(['python', str(file), *line[1:]]))
         paths = [str(TREE), *filter(None, [os.environ.get('PYTHONPATH')])]
-        log = self.folder / 'log.txt'
-        with log.open('a+', encoding='utf-8', errors='backslashreplace') as out:
-            out.write(f'\n$ {self.commands[-1]}\n')
-            out.flush()
-            begin = out.tell()
+        with TemporaryFile('w+', encoding='utf-8', errors='backslashreplace') as out:
             process = subprocess.Popen(
                 [sys.executable, *line],
                 cwd=self.folder,
@@ -59,19 +62,27 @@ class CommandRunner:
                 stderr=subprocess.STDOUT,
                 start_new_session=True,  # so that its workers end with it
             )
+            self.processes.add(process)
             try:
                 ended = process.wait(max(1.0, self.deadline - time.monotonic()))
             except subprocess.TimeoutExpired:
                 pytest.fail(f'{file} had not ended when the time for all rows was over (--minutes)', pytrace=False)
             finally:
-                if process.poll() is None:
-                    os.killpg(process.pid, signal.SIGKILL)
-                    process.wait()
-            out.seek(begin)
-            said = out.read()
+                self.end(process)
+                out.seek(0)
+                said = out.read()
+                with LOG, (self.folder / 'log.txt').open('a', encoding='utf-8') as log:
+                    log.write(f'\n$ {self.commands[-1]}\n{said}')
         if ended != code:
             pytest.fail(reason(file, ended, code, said), pytrace=False)
         return said
+
+    def end(self, process):
+        """End a process and its children, if it still runs."""
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+        self.processes.discard(process)
 
     def json(self, file):
         """The content of a JSON file in `folder` that a command has written."""

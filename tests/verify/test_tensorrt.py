@@ -8,6 +8,7 @@ import csv
 import json
 import time
 from collections import Counter
+from concurrent.futures import wait
 from dataclasses import replace
 from importlib.metadata import distributions
 from importlib.util import find_spec
@@ -16,6 +17,7 @@ from pathlib import Path
 import classifiers
 import pytest
 
+from builds import building
 from command_runner import CommandRunner, engine_of
 from kinds import KINDS, build, compare_with_onnx, data_of, export, link, onnx_of
 from models.quantize import checkpoint
@@ -26,7 +28,7 @@ from utils.qat.core.command import typed_sides
 from utils.qat.core.files import write_json, write_text
 from utils.qat.core.run_folder import own_folder
 from utils.qat.data.dataset import load_data, open_dataset
-from verify_report import settings_of_the_command
+from verify_report import row_of, settings_of_the_command
 
 HERE = Path(__file__).parent
 STARTING = 300  # seconds to find the facts about the machine
@@ -62,13 +64,11 @@ def runner_of_all(request, tmp_path_factory):
                 write_subset(source, folder / name, config.images)
         if config.classify_data:
             link(folder / 'classify', config.classify_data)
-        yield replace(
-            first,
-            config=config,
-            machine=first.json('machine.json'),
-            folder=folder,
-            deadline=begin + 60 * config.minutes,
-        )
+        deadline = begin + 60 * config.minutes
+        runner = replace(first, config=config, machine=first.json('machine.json'), folder=folder, deadline=deadline)
+        measured = {'speed': speed_files, 'activations': activation_files}
+        with building(runner, {row_of(item)[0] for item in request.session.items}, measured):
+            yield runner
 
 
 @pytest.fixture
@@ -77,6 +77,12 @@ def runner(runner_of_all, request):
     if time.monotonic() > runner_of_all.deadline:
         pytest.skip(f'the {runner_of_all.config.minutes:g} minutes were over (--minutes)')
     return request.node.runner
+
+
+@pytest.fixture
+def alone(runner):
+    """Begin a row that measures time when nothing is built any more."""
+    wait([future for future, _ in runner.builds.values()])
 
 
 def demo_settings(request, folder):
@@ -114,33 +120,14 @@ def write_subset(source, file, images):
 
 @rows('build', lambda kind: f'{kind.title}: exported, built by the Python package')
 def test_build(runner, kind):
-    export(runner, kind)
-    built = build(runner, kind, engine_of(kind), '--no-trtexec')
-    runner.found = f'{built["precision"]}, {built["bytes"] / 1e6:.1f} MB, built in {built["seconds"]:g} s'
-
-
-@row('timing cache', 'the second build of a file uses the timings of the first')
-def test_timing_cache(runner):
-    runner.need('build plain')
-    first = runner.json('plain.engine.json')['seconds']
-    built = build(runner, 'plain', 'again.engine', '--no-trtexec')
-    assert built['timing_cache_reused']
-    if runner.config.backend == 'rtx':
-        runner.found = 'read again; TensorRT-RTX keeps no timings in it'
-        return
-    assert built['seconds'] < first
-    runner.found = f'{first:g} s without it, {built["seconds"]:g} s with it'
+    future, runner.commands = runner.builds[f'build {kind}']
+    runner.found = future.result()
 
 
 @rows('trtexec', lambda kind: f'{kind.title}: built by trtexec', ('plain', 'dynamic', 'typed'))
 def test_trtexec_knows_our_flags(runner, kind):
-    if runner.config.backend == 'rtx':
-        pytest.skip('trtexec is a program of TensorRT, not of TensorRT-RTX')
-    if runner.machine['trtexec'] is None:
-        pytest.skip('no trtexec here; the wheels of pip do not contain it, containers do')
-    runner.need(f'build {kind}')
-    built = build(runner, kind, engine_of(kind, 'trtexec'))
-    runner.found = f'{built["precision"]}, {built["bytes"] / 1e6:.1f} MB, by trtexec of {built["built_by"]}'
+    future, runner.commands = runner.builds[f'trtexec {kind}']
+    runner.found = future.result()
 
 
 # ---- results --------------------------------------------------------------------------------------------------------------
@@ -180,28 +167,6 @@ def test_outputs_of_trtexec(runner):
     if machine['trtexec'] != machine['product']:
         pytest.skip(f'trtexec is of {machine["trtexec"]}, the Python package is {machine["product"]}')
     runner.found = compare_with_onnx(runner, 'plain', onnx_of('plain'), engine_of('plain', 'trtexec'))
-
-
-@row('torch_tensorrt', '--include torch_tensorrt: compiled, detections as in ONNX Runtime')
-def test_torch_tensorrt(runner):
-    if runner.config.backend == 'rtx':
-        pytest.skip('Torch-TensorRT for TensorRT-RTX is another package, which is not supported')
-    if find_spec('torch_tensorrt') is None:
-        pytest.skip(
-            "no package torch_tensorrt; python export_qat.py --include torch_tensorrt says how to get this torch's"
-        )
-    runner.need('build plain')
-    runner.need_gpu()
-    link(runner.folder / 'compiled.pt', runner.config.weights)
-    options = '--formats', 'ep', 'ts', 'engine', '--imgsz', *typed_sides(runner.config.imgsz), '--device', 0
-    runner.run('export_qat.py', '--weights', 'compiled.pt', '--include', 'torch_tensorrt', *options)
-    engine = 'compiled-torch_tensorrt.engine'
-    text = compare_with_onnx(runner, 'plain', onnx_of('plain'), engine)
-    ms = [
-        median_ms(runner, f'torch_tensorrt-{name}', file, '--backend', runner.config.backend)
-        for name, file in (('own', engine), ('onnx', engine_of('plain')))
-    ]
-    runner.found = f'{text}; {ms[0]:.3f} ms, by way of ONNX {ms[1]:.3f} ms'
 
 
 @row('val_trt.py', 'val_trt.py in batches of 10, engine of 1 to 8')
@@ -252,10 +217,48 @@ def test_engines_that_are_refused(runner, name):
     runner.found = lines[0].partition('error: ')[2]
 
 
-# ---- speed ----------------------------------------------------------------------------------------------------------------
+# ---- speed: when nothing is built any more --------------------------------------------------------------------------------
+
+
+@row('timing cache', 'the second build of a file uses the timings of the first')
+@pytest.mark.usefixtures('alone')
+def test_timing_cache(runner):
+    runner.need('build plain')
+    first = runner.json('plain.engine.json')['seconds']
+    built = build(runner, 'plain', 'again.engine', '--no-trtexec')
+    assert built['timing_cache_reused']
+    if runner.config.backend == 'rtx':
+        runner.found = 'read again; TensorRT-RTX keeps no timings in it'
+        return
+    assert built['seconds'] < first
+    runner.found = f'{first:g} s without it, {built["seconds"]:g} s with it'
+
+
+@row('torch_tensorrt', '--include torch_tensorrt: compiled, detections as in ONNX Runtime')
+@pytest.mark.usefixtures('alone')
+def test_torch_tensorrt(runner):
+    if runner.config.backend == 'rtx':
+        pytest.skip('Torch-TensorRT for TensorRT-RTX is another package, which is not supported')
+    if find_spec('torch_tensorrt') is None:
+        pytest.skip(
+            "no package torch_tensorrt; python export_qat.py --include torch_tensorrt says how to get this torch's"
+        )
+    runner.need('build plain')
+    runner.need_gpu()
+    link(runner.folder / 'compiled.pt', runner.config.weights)
+    options = '--formats', 'ep', 'ts', 'engine', '--imgsz', *typed_sides(runner.config.imgsz), '--device', 0
+    runner.run('export_qat.py', '--weights', 'compiled.pt', '--include', 'torch_tensorrt', *options)
+    engine = 'compiled-torch_tensorrt.engine'
+    text = compare_with_onnx(runner, 'plain', onnx_of('plain'), engine)
+    ms = [
+        median_ms(runner, f'torch_tensorrt-{name}', file, '--backend', runner.config.backend)
+        for name, file in (('own', engine), ('onnx', engine_of('plain')))
+    ]
+    runner.found = f'{text}; {ms[0]:.3f} ms, by way of ONNX {ms[1]:.3f} ms'
 
 
 @row('CUDA graph', 'a CUDA graph gives the same outputs')
+@pytest.mark.usefixtures('alone')
 def test_a_cuda_graph_gives_the_same_bits(runner):
     runner.need('build plain')
     found = raw_outputs(runner, engine_of('plain'), engine_of('plain'))
@@ -268,6 +271,7 @@ def test_a_cuda_graph_gives_the_same_bits(runner):
 
 
 @row('layers', 'each layer is measured and drawn')
+@pytest.mark.usefixtures('alone')
 def test_layers_are_measured_and_drawn(runner):
     runner.need('build plain')
     runner.need_gpu()
@@ -283,37 +287,38 @@ def test_layers_are_measured_and_drawn(runner):
     runner.found = f'{len(layers)} layers, {ms:.3f} ms in all; findings: {findings}'
 
 
-@row('speed', 'INT8 is measured against FP16 and FP32')
-def test_speed(runner):
+def speed_files(runner):
+    """Export the files of the row speed; returns the arguments of benchmark_trt.py."""
     kinds = ['plain', 'float', *['half'] * (runner.machine['major'] >= 11)]
-    for name in kinds:
-        runner.need(f'build {name}')
-    runner.need_gpu()
-    found = []
     for batch in SPEED_BATCHES:
         for name in kinds:  # their batch is fixed
             export(runner, name, batch)
-        files = [onnx_of(name, batch) for name in kinds]
-        words = '--batch', batch, '--precision', ','.join(PRECISIONS), '--backend', runner.config.backend
-        results = benchmark(runner, f'speed-{batch}', *files, *words)
-        ms = {result['precision']: result['compute']['median'] for result in results}
-        assert set(PRECISIONS) <= ms.keys(), f'batch {batch}: measured are {", ".join(ms)}'
-        times = ', '.join(f'{p.upper()} {ms[p]:.3f} ms' for p in PRECISIONS)
-        found.append(f'batch {batch}: {times}, INT8 {ms["fp16"] / ms["int8"]:.2f} times as fast as FP16')
-    busy = [percent for _, _, percent, *_ in runner.json(f'measured/speed-{batch}/benchmark.json')['usage']]
+    files = [onnx_of(name, batch) for batch in SPEED_BATCHES for name in kinds]
+    return *files, '--precision', ','.join(PRECISIONS), '--backend', runner.config.backend
+
+
+@row('speed', 'INT8 is measured against FP16 and FP32')
+@pytest.mark.usefixtures('alone')
+def test_speed(runner):
+    runner.need_gpu()
+    future, runner.commands = runner.builds['speed']
+    results = benchmark(runner, 'speed', *future.result())
+    ms = {(result['batch'], result['precision']): result['compute']['median'] for result in results}
+    found = []
+    for batch in SPEED_BATCHES:
+        times = ', '.join(f'{p.upper()} {ms[batch, p]:.3f} ms' for p in PRECISIONS)
+        gain = ms[batch, 'fp16'] / ms[batch, 'int8']
+        found.append(f'batch {batch}: {times}, INT8 {gain:.2f} times as fast as FP16')
+    busy = [percent for _, _, percent, *_ in runner.json('measured/speed/benchmark.json')['usage']]
     runner.found = '; '.join([*found, f'GPU busy up to {max(busy):.0f} % by NVML' if busy else 'no samples of NVML'])
 
 
-@row('activations', 'INT8 with SiLU and ReLU is measured; nothing is learnt')
-def test_speed_of_activations(runner):
-    runner.need_gpu()
-    if runner.config.float_weights is None:
-        pytest.skip('no float checkpoint (--float)')
+def activation_files(runner):
+    """Quantize the float model with SiLU and with ReLU, and export both; returns the arguments of benchmark_trt.py."""
     size = '--imgsz', *typed_sides(runner.config.imgsz)
     once = (
         '--activation-epochs 1 --iters 1 --epochs 0 --no-eval-origin --no-eval-ptq --calib-images 8 --calib-method mse'
     )
-    ms = {}
     for activation in ('keep', 'relu'):
         link(runner.folder / 'silu.pt', runner.config.float_weights)
         words = '--data', data_of('plain'), *size, '--activation', activation, '--project', 'activations', '--exist-ok'
@@ -321,12 +326,21 @@ def test_speed_of_activations(runner):
         link(runner.folder / f'{activation}.pt', runner.folder / 'activations' / activation / 'weights' / 'best.pt')
         trt = '--trt', runner.machine['major']
         runner.run('export_qat.py', '--weights', f'{activation}.pt', '--include', 'onnx', *size, '--simplify', *trt)
-        words = '--precision', 'int8', '--backend', runner.config.backend
-        ms[activation] = median_ms(runner, f'activation-{activation}', f'{activation}.onnx', *words)
+    return 'keep.onnx', 'relu.onnx', '--precision', 'int8', '--backend', runner.config.backend
+
+
+@row('activations', 'INT8 with SiLU and ReLU is measured; nothing is learnt')
+@pytest.mark.usefixtures('alone')
+def test_speed_of_activations(runner):
+    runner.need_gpu()
+    future, runner.commands = runner.builds['activations']
+    results = benchmark(runner, 'activations', *future.result())
+    ms = {Path(result['given']).stem: result['compute']['median'] for result in results}
     runner.found = f'SiLU {ms["keep"]:.3f} ms; ReLU {ms["keep"] / ms["relu"]:.2f} times as fast'
 
 
 @row('ONNX Runtime', 'ONNX Runtime with CUDA measures the plain file')
+@pytest.mark.usefixtures('alone')
 def test_onnx_runtime_with_cuda(runner):
     runner.need('build plain')
     runner.need_gpu()

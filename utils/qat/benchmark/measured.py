@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
@@ -33,11 +33,16 @@ WHERE = {  # the only type of a device → why a backend cannot run on another
 
 @dataclass(frozen=True)
 class Conditions:
-    """Conditions that all measurements of a benchmark share."""
+    """Conditions that all measurements of a benchmark share.
+
+    Attributes:
+        failed: engines that could not be built → why.
+    """
 
     config: BenchmarkConfig
     device: torch.device
     open_checkpoint: Callable[[Path, torch.device], TorchModel]
+    failed: dict[Path, str] = field(default_factory=dict)
 
 
 @dataclass

@@ -8,6 +8,7 @@ shapes for which it was not optimized.
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -28,9 +29,8 @@ from utils.qat.config.settings import require_multiples
 from utils.qat.config.tables import ENGINES
 from utils.qat.core.errors import QatError
 from utils.qat.core.files import sha256
-from utils.qat.core.log import LOGGER
 from utils.qat.engine.api import load_tensorrt, product
-from utils.qat.engine.build import EngineFromOnnx
+from utils.qat.engine.side_by_side import build_engines, jobs_here
 from utils.qat.engine.sidecar import read_sidecar, require_fit, this_gpu
 from utils.qat.graph.openvino_layers import layers_of, run_layers
 from utils.qat.graph.openvino_model import load_openvino
@@ -39,34 +39,51 @@ from utils.qat.graph.openvino_model import load_openvino
 def file_to_run(measurement: Measurement, conditions: Conditions) -> Path:
     """Return the file that runs: the measurement's own, or for an .onnx file in TensorRT its engine in PROJECT/engines.
 
-    Build the engine unless one that fits the device exists.
-
     Raises:
-        QatError: the engine cannot be built.
+        QatError: the engine could not be built.
     """
+    config = engine_of(measurement, conditions)
+    if config is None:
+        return measurement.file
+    if not _fits(config.engine, config.backend, config.workspace, conditions.device):
+        build_missing([measurement], conditions)
+    if why := conditions.failed.get(config.engine):
+        raise QatError(why)
+    return config.engine
+
+
+def build_missing(measurements: Sequence[Measurement], conditions: Conditions) -> None:
+    """Build the engines of measurements that do not exist or do not fit the device, side by side; a failure is in conditions.failed."""
+    planned = [config for one in measurements if (config := engine_of(one, conditions))]
+    missing = {
+        config.engine: config
+        for config in planned
+        if config.engine not in conditions.failed
+        and not _fits(config.engine, config.backend, config.workspace, conditions.device)
+    }
+    if missing:
+        jobs = jobs_here(conditions.config.jobs, conditions.config.workspace)
+        conditions.failed.update(build_engines(list(missing.values()), jobs))
+
+
+def engine_of(measurement: Measurement, conditions: Conditions) -> BuildConfig | None:
+    """Return how the engine of a measurement is built; None if its file runs as it is."""
     onnx, backend = measurement.file, measurement.backend
     if backend not in ENGINES or onnx.suffix.lower() != '.onnx':
-        return onnx
+        return None
     config, imgsz, batch = conditions.config, measurement.imgsz, measurement.batch
     size = ''.join(f'-{n}' for n in imgsz or ())
     name = f'{onnx.stem}-{sha256(onnx)[:12]}-{backend}-{measurement.precision}-b{batch}{size}'
-    engine = config.project / 'engines' / f'{name}.engine'
-    if not _fits(engine, backend, config.workspace, conditions.device):
-        LOGGER.info(f'building {engine}')
-        own = fixed_batch(measurement.model.inputs)
-        EngineFromOnnx(
-            BuildConfig(
-                onnx,
-                engine,
-                imgsz,
-                None if own == batch else (batch,) * 3,
-                measurement.precision,
-                config.workspace,
-                timing_cache=engine.with_name(f'{backend}.timing.cache'),
-                backend=backend,
-            )
-        ).build()
-    return engine
+    return BuildConfig(
+        onnx,
+        config.project / 'engines' / f'{name}.engine',
+        imgsz,
+        None if fixed_batch(measurement.model.inputs) == batch else (batch,) * 3,
+        measurement.precision,
+        config.workspace,
+        timing_cache=config.project / 'engines' / f'{backend}.timing.cache',
+        backend=backend,
+    )
 
 
 def _fits(file: Path, backend: str, workspace: int, device: torch.device) -> bool:

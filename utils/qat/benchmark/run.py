@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from utils.qat.benchmark.measured import Conditions, Measured, Measurement
-from utils.qat.benchmark.measured_backends import file_to_run, measured_by
+from utils.qat.benchmark.measured_backends import build_missing, file_to_run, measured_by
 from utils.qat.benchmark.model_files import Inputs, fixed_batch, shapes_of
 from utils.qat.benchmark.tables import Row, pixels
 from utils.qat.benchmark.timing import Timing
@@ -76,6 +76,7 @@ def run_in_groups(
     measurements: Sequence[Measurement], conditions: Conditions, usage: Usage, leave_out: Callable[[str], None]
 ) -> Iterator[tuple[Measurement, Row]]:
     """Run measurements, those of one batch and image size in turns; yield the rows of each group. Arguments: see `run_in_turns`."""
+    build_missing(measurements, conditions)
     groups = in_groups(measurements)
     with usage, bar(None, 'measuring', len(measurements) * TURNS, 'turns') as shown:
         for number, (place, group) in enumerate(groups.items(), 1):

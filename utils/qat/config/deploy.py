@@ -25,6 +25,7 @@ PRECISIONS = ('auto', 'fp32', 'fp16', 'int8')  # of an engine that is built
 MEASURED = ('fp32', 'bf16', 'fp16', 'int8')  # of a benchmark
 WORKSPACE = 4096  # MiB. Fixed, so that a build does not depend on the free memory
 MEMORY = Range(1, words='be 1 (MiB) or more')
+JOBS = (None, 'engines that are built at a time; default: by CPU cores and GPU memory')
 measurement = partial(option, group='measurement')
 comparison = partial(option, group='comparison')
 
@@ -178,6 +179,7 @@ class BenchmarkConfig(LabelledConfig, FolderConfig):
         True, 'launch the kernels of an engine one by one'
     )  # trtexec 11 replays a graph as well
     workspace: int = measurement(WORKSPACE, 'MiB for the kernels of an engine that is built', allowed=MEMORY)
+    jobs: int | None = measurement(*JOBS, metavar='N', allowed=Range(1))
     baseline: str | None = measurement(
         None,
         'what each row is compared with; default: the float file in the same backend',
@@ -275,6 +277,10 @@ class VerifyConfig(FolderConfig):
     images: int = option(100, 'number of val images that the files are compared on, at most', allowed=Range(1))
     minutes: float = option(
         20.0, 'time for all rows; rows that have not begun by then are skipped', allowed=Range(0, without=0)
+    )
+    jobs: int | None = option(*JOBS, metavar='N', allowed=Range(1))
+    level: int = option(
+        1, "TensorRT's optimization level of engines whose speed does not count, 0 to 5", allowed=Range(0, 5)
     )
     duration: float = option(3.0, 'seconds of each measurement of speed', allowed=Range(0, without=0))
     only: tuple[str, ...] = option((), 'check these rows and no others, such as "build plain" "timing cache"')

@@ -1,0 +1,61 @@
+"""The engines of all kinds, exported and built side by side while the rows wait for them."""
+
+from concurrent.futures import ThreadPoolExecutor, wait
+from contextlib import contextmanager
+from dataclasses import replace
+
+import pytest
+
+from command_runner import engine_of
+from kinds import KINDS, build, export
+from utils.qat.engine.side_by_side import jobs_here
+
+STEPS = 'build', 'trtexec'  # a row each, such as 'trtexec plain'
+
+
+@contextmanager
+def building(runner, chosen, measured):
+    """Start the builds of the chosen rows; `runner.builds` has row → (Future, its commands).
+
+    The Future is that of the figures in words; of a measured row, the arguments of benchmark_trt.py. measured: row → function that
+    exports its files and returns these arguments.
+    """
+    with ThreadPoolExecutor(jobs_here(runner.config.jobs)) as pool:
+        for kind in KINDS:
+            rows = [f'{step} {kind}' for step in STEPS if f'{step} {kind}' in chosen]
+            first = replace(runner, commands=[])
+            exported = pool.submit(export, first, kind) if rows else None
+            for row in rows:  # behind its export in the queue, so it never waits for one that cannot start
+                job = replace(runner, commands=[])
+                runner.builds[row] = pool.submit(build_kind, job, row, exported, first.commands), job.commands
+        for row in [row for row in measured if row in chosen]:
+            job = replace(runner, commands=[])
+            runner.builds[row] = pool.submit(build_measured, job, measured[row]), job.commands
+        yield
+        pool.shutdown(wait=False, cancel_futures=True)
+        for process in [*runner.processes]:
+            runner.end(process)
+
+
+def build_kind(runner, row, exported, earlier):
+    """Build the engine of a row; returns its figures in words. exported: Future of its export; earlier: commands of that."""
+    step, kind = row.split()
+    if step == 'trtexec' and runner.config.backend == 'rtx':
+        pytest.skip('trtexec is a program of TensorRT, not of TensorRT-RTX')
+    if step == 'trtexec' and runner.machine['trtexec'] is None:
+        pytest.skip('no trtexec here; the wheels of pip do not contain it, containers do')
+    wait([exported])
+    runner.commands += earlier
+    exported.result()
+    built = build(runner, kind, engine_of(kind, step), *['--no-trtexec'] * (step == 'build'))
+    by = f'by trtexec of {built["built_by"]}' if step == 'trtexec' else f'built in {built["seconds"]:g} s'
+    return f'{built["precision"]}, {built["bytes"] / 1e6:.1f} MB, {by}'
+
+
+def build_measured(runner, export_files):
+    """Build the engines that a row measures when nothing is built any more; returns the arguments of benchmark_trt.py."""
+    words = export_files(runner)
+    if runner.machine['gpu'] is not None:
+        least = '--duration', 0.01, '--warmup', '0ms', '--jobs', jobs_here(runner.config.jobs)
+        runner.run('benchmark_trt.py', *words, *least, '--project', 'measured', '--name', 'built', '--exist-ok')
+    return words

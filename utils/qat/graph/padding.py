@@ -1,461 +1,251 @@
-"""Pad the channels of an exported graph to the widths that an engine's INT8 kernels need; changes no output.
+"""Pad the channels of an exported graph to widths that INT8 kernels are made for; no output changes.
 
-New channels have weights and biases of zero, and all weights that read them are zero: whatever an activation function makes of
-them reaches no output. Two facts of each tensor decide where its new channels go:
-
-- cuts: places between channels where padding goes. A Concat has cuts between its parts, a tensor that is split has cuts
-  where it is split, the input and output of a convolution with groups have cuts between the groups.
-- fixed channels, which stay without padding: those of graph inputs and outputs, and of operators that this pass does not know.
-
-Both go along channels that are the same, forward and backward, up to convolutions: a convolution may have any layout of its
-input, and any of its output. A layout then follows: each run of channels between two cuts, rounded up unless it is fixed.
+New channels have weights and biases of 0, and all weights that read them are 0. So it does not matter what an activation function
+makes of them. channels.py finds where they go.
 """
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
-from functools import cached_property
-from itertools import pairwise
-from typing import Literal
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
-import onnx
 from onnx import ModelProto, NodeProto, helper, numpy_helper
 
 from utils.qat.core.errors import QatError
-from utils.qat.graph.onnx_graph import ACTIVATIONS, CONVS, QDQ, Graph, attribute, name_of, replace_nodes
-from utils.qat.graph.passes import drop_unread
+from utils.qat.graph.channels import CHANNELS, ELEMENTWISE, NEW, Channels, Layout, Widths
+from utils.qat.graph.onnx_graph import CONVS, Graph, attribute, name_of, replace_nodes
+from utils.qat.graph.passes import drop_unread, set_metadata
 from utils.qat.graph.tensor_types import flops, infer
 
-CHANNELS = 1  # axis of the channels
-BY_VALUE = set('Abs Add Div Exp Max Min Mul Neg Pow Sqrt Sub Sum'.split()) | ACTIVATIONS
-BY_CHANNEL = set('AveragePool Cast GlobalAveragePool GlobalMaxPool Identity MaxPool Resize'.split()) | QDQ
-STORED = {'Cast', 'Identity', *QDQ}  # operators between a stored weight and its convolution
-NEW = -1  # the channel of the unpadded tensor from which a new channel comes
-
-Groups = Literal['pad', 'dense', 'keep']
-Layout = np.ndarray  # int [padded channels]: the channel of the unpadded tensor, or NEW
+PADDED = 'padded'  # key of the file's metadata; its value is the multiple
 
 
-@dataclass(frozen=True)
-class Same:
-    """Channels of two tensors that are the same: `length` of each, from `start` and from `other_start` on."""
+class Conv(NamedTuple):
+    """Widths and work of a convolution."""
 
-    tensor: str
-    start: int
-    other: str
-    other_start: int
-    length: int
+    inputs: int
+    outputs: int
+    flops: int
 
 
 @dataclass
 class Padding:
-    """A padded graph, and what was added.
+    """What a padded graph has more than before.
 
     Attributes:
-        channels: number of channels of convolutions that are new.
-        operations: multiply-adds of the padded graph, times as many as of the unpadded one.
-        left: names of convolutions with an input or output that is no multiple.
+        channels: new output channels of convolutions.
+        operations: share of the multiply-adds that are new, 0.5 for half as many again.
+        left: convolutions with a width that is no multiple → their widths.
     """
 
-    model: ModelProto
+    multiple: int
     channels: int
     operations: float
-    left: list[str] = field(default_factory=list)
+    left: dict[str, Conv]
+
+    def __str__(self) -> str:
+        left = ', '.join(f'{name} ({conv.inputs} to {conv.outputs})' for name, conv in self.left.items())
+        return (
+            f'widths padded to multiples of {self.multiple}: {self.channels} channels more, {self.operations:.1%} more '
+            f'multiply-adds; left with other widths: {left or "none"}'
+        )
 
 
-class Channels:
-    """Cuts and fixed channels of the tensors of a graph.
+def pad(model: ModelProto, widths: Widths = Widths()) -> Padding | None:
+    """Pad the channels of a graph, in place; None if all widths are right.
 
-    Attributes:
-        number: tensor → number of channels; of tensors that have channels and depend on the image.
+    The graph is Q/DQ or float, its constants are initializers. Raises QatError if a shape of the padded graph is not that of its layout.
     """
-
-    def __init__(self, graph: Graph, number: dict[str, int]) -> None:
-        self.graph, self.number = graph, number
-        self.cuts = {name: np.zeros(n + 1, bool) for name, n in number.items()}
-        self.fixed = {name: np.zeros(n, bool) for name, n in number.items()}
-        for cuts in self.cuts.values():
-            cuts[[0, -1]] = True
-
-    def fix(self, names: Sequence[str]) -> None:
-        """Let no channel of these tensors be padded."""
-        for name in names:
-            if name in self.fixed:
-                self.fixed[name][:] = True
-
-    def settle(self, same: Sequence[Same]) -> None:
-        """Give the same cuts and the same fixed channels to all channels that are the same."""
-        changed = True
-        while changed:
-            changed = False
-            for pair in reversed(same):
-                changed |= self._equalize(pair)
-
-    def _equalize(self, pair: Same) -> bool:
-        changed = False
-        for facts, more in ((self.cuts, 1), (self.fixed, 0)):
-            one = facts[pair.tensor][pair.start : pair.start + pair.length + more]
-            other = facts[pair.other][pair.other_start : pair.other_start + pair.length + more]
-            both = one | other
-            if more:
-                both[[0, -1]] = True
-            if (both != one).any() or (both != other).any():
-                one[:] = other[:] = both
-                changed = True
-        return changed
-
-    def layout(self, name: str, width: Callable[[int], int]) -> Layout:
-        """Return the padded layout of a tensor. width: length of a run of channels → its padded length."""
-        fixed, cuts = self.fixed[name], self.cuts[name].copy()
-        cuts[1:-1] |= fixed[1:] != fixed[:-1]
-        runs = []
-        for start, end in pairwise(np.flatnonzero(cuts)):
-            new = 0 if fixed[start] else width(end - start) - (end - start)
-            runs += [np.arange(start, end), np.full(new, NEW)]
-        return np.concatenate(runs)
+    before, channels = _convs(model), Channels(model, widths)
+    if not channels.grow(*channels.number) and not any(
+        map(channels.is_dense, (n for n in channels.graph.nodes if n.op_type in CONVS))
+    ):
+        return None
+    _Padder(model, channels).pad()
+    _check_shapes(model, channels)
+    set_metadata(model, **{PADDED: widths.multiple})
+    after = _convs(model)
+    outputs, work = ([sum(c[i] for c in convs.values()) for convs in (before, after)] for i in (1, 2))
+    return Padding(
+        widths.multiple,
+        outputs[1] - outputs[0],
+        work[1] / work[0] - 1,
+        {name: conv for name, conv in after.items() if any(n % widths.multiple for n in conv[:2])},
+    )
 
 
-def _rounded(multiple: int) -> Callable[[int], int]:
-    return lambda channels: -(-channels // multiple) * multiple
+def _convs(model: ModelProto) -> dict[str, Conv]:
+    graph, (types, _) = Graph(model), infer(model)
+    return {
+        name_of(node): Conv(
+            types[node.input[0]][1][CHANNELS], types[node.output[0]][1][CHANNELS], flops(graph, types, node) or 0
+        )
+        for node in graph.nodes
+        if node.op_type in CONVS and node.input[0] in types and node.output[0] in types
+    }
+
+
+def _check_shapes(model: ModelProto, channels: Channels) -> None:
+    """Raise QatError unless the tensors of a padded graph have the shapes of their layouts."""
+    types, _ = infer(model)
+    for name in channels.number:
+        wanted = list(channels.types[name][1])
+        wanted[CHANNELS] = len(channels.layout(name))
+        if name in types and list(types[name][1]) != wanted:
+            raise QatError(
+                f'{name}: has {list(types[name][1])} with padded widths, not {wanted}; please report this model, and export with --no-pad'
+            )
 
 
 def spread(values: np.ndarray, layout: Layout, axis: int, fill: float | None = 0) -> np.ndarray:
-    """Arrange values along an axis by a layout; new ones are `fill`, or without it the first value."""
-    found = values.take(np.maximum(layout, 0), axis)
+    """Arrange values along an axis by a layout. New ones are `fill`, None for the first value."""
+    found = values.take(np.where(layout == NEW, 0, layout), axis)
     if fill is not None:
         found[(slice(None),) * axis + (layout == NEW,)] = fill
     return found
 
 
 def dense(weight: np.ndarray, group: int) -> np.ndarray:
-    """Write a weight of a convolution with groups as that of one without: zeros between channels of different groups."""
-    blocks = np.split(weight, group)
-    return np.concatenate(
-        [np.concatenate([block * (i == j) for j in range(group)], axis=1) for i, block in enumerate(blocks)]
-    ).astype(weight.dtype)
+    """Write the weight [K, C / group, ...] of a convolution with groups as that of one group [K, C, ...]."""
+    k, c = weight.shape[0] // group, weight.shape[1]
+    found = np.zeros((weight.shape[0], c * group, *weight.shape[2:]), weight.dtype)
+    for i in range(group):
+        found[i * k : (i + 1) * k, i * c : (i + 1) * c] = weight[i * k : (i + 1) * k]
+    return found
 
 
-class Padder:
-    """The pass over one graph; see `pad`."""
+class _Padder:
+    """Rewrites the nodes and constants of a graph by the layouts of its tensors."""
 
-    def __init__(self, model: ModelProto, width: Callable[[int], int], groups: Groups, keep: Callable[[str], bool]):
-        self.model, self.width, self.groups, self.keep = model, width, groups, keep
-        self.graph = Graph(model)
-        self.types, small = infer(model)
-        self.small = {name: numpy_helper.to_array(t) for name, t in small.items()} | {
-            name: value for name, value in self.graph.values.items() if value.size < 100
-        }
-        number = {
-            name: shape[CHANNELS]
-            for name, (_, shape) in self.types.items()
-            if len(shape) > 1 and name not in self.graph.fixed and shape[CHANNELS]
-        }
-        self.channels = Channels(self.graph, number)
-        self.made: dict[tuple, str] = {}
-        self.before: list[NodeProto] = []  # nodes that the next node reads
-        self._relate()
+    def __init__(self, model: ModelProto, channels: Channels) -> None:
+        self.model, self.channels, self.graph = model, channels, channels.graph
+        self.made: dict[tuple, str] = {}  # a stored tensor and its layouts → its padded name
+        self.nodes: list[NodeProto] = []
 
-    # ---- which channels are the same ------------------------------------------------------------------------------------
-
-    def _relate(self) -> None:
-        channels, same = self.channels, []
-        channels.fix([*self.graph.inputs, *self.graph.outputs])
+    def pad(self) -> None:
+        """Pad the graph, in place."""
         for node in self.graph.nodes:
-            if all(name in self.graph.fixed for name in node.output) or node.op_type == 'Shape':
-                continue
-            found = self._same(node)
-            if found is None:
-                channels.fix([*node.input, *node.output])
-            else:
-                same += found
-            if node.op_type in CONVS and self.keep(name_of(node)):
-                channels.fix(node.output)
-        channels.settle(same)
-
-    def _data(self, node: NodeProto) -> list[str]:
-        return [name for name in node.input if name not in self.graph.fixed]
-
-    def _same(self, node: NodeProto) -> list[Same] | None:
-        """Return the channels that are the same in inputs and outputs of a node; None if its channels must stay."""
-        number = self.channels.number
-        if any(name not in number for name in (*self._data(node), *filter(None, node.output))):
-            return None
-        op, result = node.op_type, node.output[0]
-        if op in CONVS:
-            return self._same_in_conv(node)
-        if op == 'Concat' and self._axis(node) == CHANNELS:
-            return self._same_in_concat(node)
-        if op in ('Split', 'Slice'):
-            return self._same_in_parts(node)
-        ranks = {len(self.types[name][1]) for name in (*self._data(node), result)}
-        whole = [Same(name, 0, result, 0, number[result]) for name in self._data(node)]
-        if len(ranks) > 1 or any(number[name] != number[result] for name in self._data(node)):
-            return None
-        if op in BY_VALUE and all(map(self._is_stored, node.input)):
-            return whole
-        if op in QDQ:
-            return whole if self.graph.values[node.input[1]].ndim == 0 else None
-        return whole if op in BY_CHANNEL or op == 'Concat' else None
-
-    def _axis(self, node: NodeProto) -> int:
-        axis = attribute(node, 'axis', 0)
-        return axis % len(self.types[node.output[0]][1])
-
-    def _same_in_concat(self, node: NodeProto) -> list[Same] | None:
-        found, start = [], 0
-        for name in node.input:
-            if name in self.graph.fixed:
-                return None
-            length = self.channels.number[name]
-            found.append(Same(name, 0, node.output[0], start, length))
-            start += length
-        return found
-
-    def _same_in_parts(self, node: NodeProto) -> list[Same] | None:
-        """Split and Slice; along another axis than that of the channels all of these stay."""
-        number, source = self.channels.number, node.input[0]
-        start = 0
-        if node.op_type == 'Slice':
-            found = self._slice(node)
-            if found is None or found[2] != 1:
-                return None
-            start = found[0]
-        along = node.op_type == 'Split' and self._axis(node) == CHANNELS
-        result = []
-        for name in node.output:
-            result.append(Same(name, 0, source, start, number[name]))
-            start += number[name] * along
-        return result
-
-    def _slice(self, node: NodeProto) -> tuple[int, int, int] | None:
-        """Return start, end and step of a Slice along the channels; None if they do not follow from the graph."""
-        parts = [self.small.get(name) for name in node.input[1:]]
-        if len(node.input) < 3 or any(part is None for part in parts):
-            return None
-        starts, ends = parts[:2]
-        axes = parts[2] if len(parts) > 2 else np.arange(len(starts))
-        steps = parts[3] if len(parts) > 3 else np.ones(len(starts), int)
-        number = self.channels.number[node.input[0]]
-        rank = len(self.types[node.input[0]][1])
-        for start, end, axis, step in zip(starts, ends, axes, steps):
-            if axis % rank == CHANNELS:
-                return slice(int(start), int(end), int(step)).indices(number)
-        return 0, number, 1
-
-    def _same_in_conv(self, node: NodeProto) -> list[Same] | None:
-        if not all(map(self._is_stored, node.input[1:])) or node.input[0] in self.graph.fixed:
-            return None
-        group, number = attribute(node, 'group', 1), self.channels.number
-        given, result = node.input[0], node.output[0]
-        if group == 1:
-            return []
-        if group == number[given] == number[result]:
-            return [Same(given, 0, result, 0, number[given])]
-        if self.groups == 'keep' or number[given] == group:
-            return None
-        if self.groups == 'dense':
-            return []
-        return [
-            Same(name, 0, name, i * (number[name] // group), number[name] // group)
-            for name in (given, result)
-            for i in range(1, group)
-        ]
-
-    def _is_stored(self, name: str) -> bool:
-        """Tell whether a tensor depends on the image, or is a stored weight, perhaps behind Q and DQ."""
-        if name not in self.graph.fixed or not name or name in self.graph.values:
-            return True
-        node = self.graph.producer[name]
-        return node.op_type in STORED and all(map(self._is_stored, node.input))
-
-    # ---- the padded graph -----------------------------------------------------------------------------------------------
-
-    def layout(self, name: str) -> Layout:
-        if name not in self._layouts:
-            self._layouts[name] = self.channels.layout(name, self.width)
-        return self._layouts[name]
-
-    @cached_property
-    def _layouts(self) -> dict[str, Layout]:
-        return {}
-
-    def padded(self) -> ModelProto:
-        """Rewrite the graph."""
-        nodes = []
-        for node in self.graph.nodes:
-            new = NodeProto()
-            new.CopyFrom(node)
             if any(name in self.channels.number for name in node.output):
-                self._pad(node, new)
-            nodes += [*self.before, new]
-            self.before = []
-        model = ModelProto()
-        model.CopyFrom(self.model)
-        model.graph.initializer.extend(
-            numpy_helper.from_array(value, name) for name, value in self._constants.items()
-        )
-        del model.graph.value_info[:]
-        replace_nodes(model, list(_read(nodes, self.graph.outputs)))
-        drop_unread(model)
-        self._check(model)
-        return model
+                self._pad_node(node)
+            self.nodes.append(node)
+        read, kept = set(self.graph.outputs), []
+        for node in reversed(self.nodes):  # weights and shape arithmetic of before have no reader
+            if read.intersection(node.output):
+                read.update(node.input)
+                kept.append(node)
+        del self.model.graph.value_info[:]
+        drop_unread(replace_nodes(self.model, kept[::-1]))
 
-    @cached_property
-    def _constants(self) -> dict[str, np.ndarray]:
-        return {}
-
-    def _is_new(self, *names: str) -> bool:
-        return any((self.layout(name) == NEW).any() for name in names if name in self.channels.number)
-
-    def _pad(self, node: NodeProto, new: NodeProto) -> None:
-        op = node.op_type
+    def _pad_node(self, node: NodeProto) -> None:
+        channels, op = self.channels, node.op_type
         if op in CONVS:
-            self._pad_conv(node, new)
-        elif not self._is_new(*node.input, *node.output):
+            self._pad_conv(node)
+        elif not channels.grow(*node.input, *node.output):
             return
-        elif op == 'Split' and self._axis(node) == CHANNELS:
-            self._pad_split(node, new)
+        elif op == 'Split' and channels.along(node):
+            sizes = [len(channels.layout(name)) for name in node.output]
+            _set(node, num_outputs=None)
+            del node.input[1:]
+            node.input.append(self._constant(f'{node.output[0]}/sizes', np.int64(sizes)))
         elif op == 'Slice':
-            self._pad_slice(node, new)
-        elif op == 'Resize' and len(node.input) > 3 and node.input[3] in self.graph.values:
-            sizes = self.graph.values[node.input[3]].copy()
-            sizes[CHANNELS] = len(self.layout(node.output[0]))
-            new.input[3] = self._constant(f'{node.output[0]}_sizes', sizes)
-        elif op in BY_VALUE:
-            self._pad_factors(node, new)
+            self._pad_slice(node)
+        elif op == 'Resize':
+            self._pad_resize(node)
+        elif op in {'Div', *ELEMENTWISE}:
+            self._pad_constants(node)
 
-    def _pad_factors(self, node: NodeProto, new: NodeProto) -> None:
-        """Arrange the constants of an elementwise operation that have a value for each channel."""
+    def _pad_slice(self, node: NodeProto) -> None:
+        channels, result = self.channels, node.output[0]
+        starts, ends, *rest = (channels.small[name].copy() for name in node.input[1:])
+        axes = list((rest[0] if rest else np.arange(len(starts))) % channels.rank(node.input[0]))
+        if CHANNELS in axes:
+            at = axes.index(CHANNELS)
+            # New channels stand behind those of their run, so a part begins with an old one
+            starts[at] = np.flatnonzero(channels.layout(node.input[0]) == channels.start(node))[0]
+            ends[at] = starts[at] + len(channels.layout(result))
+            node.input[1] = self._constant(f'{result}/starts', starts)
+            node.input[2] = self._constant(f'{result}/ends', ends)
+
+    def _pad_resize(self, node: NodeProto) -> None:
+        """Set the sizes of a Resize that has constant ones."""
+        axes = list(attribute(node, 'axes', range(self.channels.rank(node.output[0]))))
+        if len(node.input) > 3 and node.input[3] in self.graph.values and CHANNELS in axes:
+            sizes = self.graph.values[node.input[3]].copy()
+            sizes[axes.index(CHANNELS)] = len(self.channels.layout(node.output[0]))
+            node.input[3] = self._constant(f'{node.output[0]}/sizes', sizes)
+
+    def _pad_constants(self, node: NodeProto) -> None:
+        """Arrange those constants of an elementwise operator that have a value for each channel."""
         result = node.output[0]
-        rank, number = len(self.types[result][1]), self.channels.number[result]
         for i, name in enumerate(node.input):
             if name and name in self.graph.fixed:
-                shape = self.types[name][1]
-                axis = len(shape) - rank + CHANNELS
-                if axis >= 0 and shape[axis] == number > 1:
-                    new.input[i] = self._stored(name, {axis: self.layout(result)}, None)
+                shape = self.channels.types[name][1]
+                axis = len(shape) - self.channels.rank(result) + CHANNELS
+                if axis >= 0 and shape[axis] > 1:
+                    node.input[i] = self._stored(name, {axis: self.channels.layout(result)}, None)
 
-    def _pad_conv(self, node: NodeProto, new: NodeProto) -> None:
-        given, result = (self.layout(name) for name in (node.input[0], node.output[0]))
-        group, number = attribute(node, 'group', 1), len(self.types[node.input[0]][1])
-        c, k = self.channels.number[node.input[0]], self.channels.number[node.output[0]]
-        if not self._is_new(node.input[0], node.output[0]) and not (
-            self.groups == 'dense' and group > 1 and not group == c == k and group != c
-        ):
+    def _pad_conv(self, node: NodeProto) -> None:
+        channels, group = self.channels, attribute(node, 'group', 1)
+        given, result = node.input[0], node.output[0]
+        if not channels.grow(given, result) and not channels.is_dense(node):
             return
-        of_input, of_output = (1, 0) if node.op_type == 'Conv' else (0, 1)
-        layouts = {of_output: result, of_input: given}
-        if group > 1 and group == c == k:
-            layouts = {0: result}
-            _set(new, 'group', len(result))
-        elif group > 1 and self.groups == 'dense':
-            new.input[1] = self._stored(node.input[1], layouts, group=group)
-            layouts = {}
-            _set(new, 'group', 1)
-        elif group > 1:
-            # ONNX stores the channels of one group along axis 1, and all along axis 0
-            own, full = (given, result) if node.op_type == 'Conv' else (result, given)
-            layouts = {0: full, 1: own[: len(own) // group]}
-        if layouts:
-            new.input[1] = self._stored(node.input[1], layouts)
+        # Axis 0 of a weight has all channels, axis 1 those of one group. Axis 0 of a Conv are its outputs
+        full, of_group = (result, given) if node.op_type == 'Conv' else (given, result)
+        layouts, dense_groups = {0: channels.layout(full)}, 1
+        if channels.is_depthwise(node):
+            _set(node, group=len(channels.layout(result)))
+        elif channels.is_dense(node):
+            layouts[1], dense_groups = channels.layout(of_group), group
+            _set(node, group=1)
+        else:
+            layouts[1] = channels.layout(of_group)[: len(channels.layout(of_group)) // group]
+        node.input[1] = self._stored(node.input[1], layouts, groups=dense_groups)
         if len(node.input) > 2 and node.input[2]:
-            new.input[2] = self._stored(node.input[2], {0: result})
-
-    def _pad_split(self, node: NodeProto, new: NodeProto) -> None:
-        sizes = np.array([len(self.layout(name)) for name in node.output], np.int64)
-        del new.input[1:]
-        new.input.append(self._constant(f'{node.output[0]}_sizes', sizes))
-        for a in [a for a in new.attribute if a.name == 'num_outputs']:
-            new.attribute.remove(a)
-
-    def _pad_slice(self, node: NodeProto, new: NodeProto) -> None:
-        begin, end, _ = self._slice(node)
-        starts, ends, *rest = (self.small[name].copy() for name in node.input[1:])
-        axes = rest[0] if rest else np.arange(len(starts))
-        layout = self.layout(node.input[0])
-        for i, axis in enumerate(axes):
-            if axis % len(self.types[node.input[0]][1]) == CHANNELS:
-                # the padding behind a run belongs to the run
-                starts[i] = 0 if begin == 0 else np.flatnonzero(layout == begin)[0]
-                ends[i] = starts[i] + len(self.layout(node.output[0]))
-        new.input[1] = self._constant(f'{node.output[0]}_starts', starts)
-        new.input[2] = self._constant(f'{node.output[0]}_ends', ends)
+            node.input[2] = self._stored(node.input[2], {0: channels.layout(result)})
 
     def _constant(self, name: str, value: np.ndarray) -> str:
-        self._constants[name] = value
+        self.model.graph.initializer.append(numpy_helper.from_array(value, name))
         return name
 
-    def _stored(self, name: str, layouts: dict[int, Layout], fill: float | None = 0, group: int = 1) -> str:
-        """Return the name of a stored tensor, arranged by the layouts of its axes; new values are `fill`, see `spread`."""
-        key = (name, fill, group, *((axis, layout.tobytes()) for axis, layout in layouts.items()))
-        if group == 1 and not any((layout == NEW).any() for layout in layouts.values()):
+    def _stored(self, name: str, layouts: Mapping[int, Layout], fill: float | None = 0, groups: int = 1) -> str:
+        """Arrange a stored tensor, perhaps behind Q and DQ, by layouts of its axes, and return the name of the new one.
+
+        fill: see `spread`. groups: of a weight that becomes `dense`.
+        """
+        if groups == 1 and not any((layout == NEW).any() for layout in layouts.values()):
             return name
-        if key in self.made:
-            return self.made[key]
-        made = self.made[key] = f'{name}_padded' + (f'_{n}' if (n := sum(k[0] == name for k in self.made)) else '')
-        if name in self.graph.values:
-            value = self.graph.values[name]
-            value = dense(value, group) if group > 1 else value
-            for axis, layout in layouts.items():
-                value = spread(value, layout, axis, fill)
-            return self._constant(made, value)
-        node, new = self.graph.producer[name], NodeProto()
-        new.CopyFrom(node)
-        new.name, new.output[0] = f'{node.name}_padded', made
-        new.input[0] = self._stored(node.input[0], layouts, fill, group)
-        for i, each in enumerate(node.input[1:], 1):
-            if self.graph.values[each].ndim:
-                axis = attribute(node, 'axis', 1)
-                of_axis = {0: layouts[axis]} if axis in layouts else {}
-                new.input[i] = self._stored(each, of_axis, None if i == 1 else 0)
-        self.before.append(new)
-        return made
+        key = name, fill, groups, *((axis, layout.tobytes()) for axis, layout in layouts.items())
+        if key not in self.made:
+            number = sum(made[0] == name for made in self.made)
+            self.made[key] = f'{name}/padded{number or ""}'
+            if name in self.graph.values:
+                value = self.graph.values[name]
+                value = dense(value, groups) if groups > 1 else value
+                for axis, layout in layouts.items():
+                    value = spread(value, layout, axis, fill)
+                self._constant(self.made[key], value)
+            else:
+                self._copy(self.graph.producer[name], self.made[key], layouts, fill, groups)
+        return self.made[key]
 
-    def _check(self, model: ModelProto) -> None:
-        """Raise QatError unless the shapes of the padded graph are those of the layouts."""
-        types, _ = infer(model)
-        for name, number in self.channels.number.items():
-            if name in types:
-                shape = list(self.types[name][1])
-                shape[CHANNELS] = len(self.layout(name))
-                if tuple(shape) != types[name][1]:
-                    raise QatError(f'{name}: padded to {types[name][1]}, not {tuple(shape)}; please report this model, and export with --no-pad')
+    def _copy(self, node: NodeProto, name: str, layouts: Mapping[int, Layout], fill: float | None, groups: int) -> None:
+        """Add a copy of a Q, DQ or Cast of a stored tensor that makes the padded tensor `name`."""
+        copy = NodeProto()
+        copy.CopyFrom(node)
+        copy.name, copy.output[0] = name, name
+        copy.input[0] = self._stored(node.input[0], layouts, fill, groups)
+        axis = attribute(node, 'axis', 1) % self.channels.rank(node.input[0])
+        for i, each in enumerate(node.input[1:], 1):  # scale, and zero point; a new channel has those of the first
+            if self.graph.values[each].ndim and axis in layouts:
+                copy.input[i] = self._stored(each, {0: layouts[axis]}, None)
+        self.nodes.append(copy)
 
 
-def _set(node: NodeProto, name: str, value: int) -> None:
-    for a in [a for a in node.attribute if a.name == name]:
-        node.attribute.remove(a)
-    node.attribute.append(helper.make_attribute(name, value))
-
-
-def _read(nodes: Sequence[NodeProto], outputs: set[str]) -> Iterator[NodeProto]:
-    """Return the nodes that contribute to the outputs."""
-    read, found = set(outputs), []
-    for node in reversed(nodes):
-        if read.intersection(node.output):
-            read.update(node.input)
-            found.append(node)
-    return reversed(found)
-
-
-def pad(
-    model: ModelProto,
-    multiple: int = 32,
-    groups: Groups = 'pad',
-    keep: Callable[[str], bool] = lambda name: False,
-) -> Padding:
-    """Round the channels of a graph up to a multiple, in a copy."""
-    padder = Padder(model, _rounded(multiple), groups, keep)
-    made = padder.padded()
-    return Padding(made, *_added(model, made, multiple))
-
-
-def _added(model: ModelProto, made: ModelProto, multiple: int) -> tuple[int, float, list[str]]:
-    counts = []
-    for each in (model, made):
-        graph, (types, _) = Graph(each), infer(each)
-        convs = [n for n in graph.nodes if n.op_type in CONVS]
-        widths = {name_of(n): (types[n.input[0]][1][1], types[n.output[0]][1][1]) for n in convs}
-        counts.append((sum(k for _, k in widths.values()), sum(flops(graph, types, n) for n in convs)))
-    left = [name for name, found in widths.items() if any(n % multiple for n in found)]
-    return counts[1][0] - counts[0][0], counts[1][1] / counts[0][1], left
+def _set(node: NodeProto, **attributes: int | None) -> None:
+    """Set attributes of a node; None removes one."""
+    for name, value in attributes.items():
+        kept = [a for a in node.attribute if a.name != name]
+        del node.attribute[:]
+        node.attribute.extend(kept)
+        if value is not None:
+            node.attribute.append(helper.make_attribute(name, value))

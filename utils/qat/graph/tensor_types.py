@@ -27,7 +27,7 @@ def tensor_types(model: onnx.ModelProto) -> Types:
     return infer(model)[0]
 
 
-def infer(model: onnx.ModelProto) -> tuple[Types, dict[str, TensorProto]]:
+def infer(model: onnx.ModelProto) -> tuple[Types, dict[str, np.ndarray]]:
     """Infer types and shapes, see `tensor_types`, and the values of small constants and of shape arithmetic."""
     types = {i.name: helper.make_tensor_type_proto(i.data_type, i.dims) for i in model.graph.initializer}
     constant = {i.name: i for i in model.graph.initializer if _count(types[i.name]) <= LARGEST}
@@ -62,7 +62,7 @@ def infer(model: onnx.ModelProto) -> tuple[Types, dict[str, TensorProto]]:
             constant.update(_evaluate(model, node, types, constant))
             evaluated += 1
     found = {name: (t.tensor_type.elem_type, shape) for name, t in types.items() if (shape := _shape(t)) is not None}
-    return found, constant
+    return found, {name: numpy_helper.to_array(tensor) for name, tensor in constant.items()}
 
 
 def _shape(type_: TypeProto) -> tuple[int, ...] | None:

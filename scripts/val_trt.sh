@@ -7,6 +7,7 @@
 #   IMGSZ             image size in pixels: of the file, the engine and the evaluation; one number, or 'HEIGHT WIDTH' in quotes
 #   --float FLOAT.pt  also score this model, and compare WEIGHTS and the engine with it
 #   --generate-graph  also measure every layer and draw the engine
+#   --no-pad          leave the widths of the ONNX file as they are, see export_qat.py
 # It ends with a table of AP, AP50, P and R in PyTorch and in the engine, and their differences. The ONNX file, the engine and their
 # other files are written beside WEIGHTS.
 set -euo pipefail
@@ -24,7 +25,7 @@ if (($# < 3)); then
     usage >&2
     exit 2
 fi
-weights=$1 data=$2 model=${1%.*} float=() graph=()
+weights=$1 data=$2 model=${1%.*} float=() graph=() pad=()
 [[ -f $weights ]] || refuse "WEIGHTS $weights: no such file"
 [[ -e $data ]] || refuse "DATA $data: no such file"
 [[ $3 =~ ^[0-9]+( [0-9]+)?$ ]] || refuse "IMGSZ $3: must be one number, or 'HEIGHT WIDTH' in quotes"
@@ -33,6 +34,7 @@ shift 3
 while (($#)); do
     case $1 in
         --generate-graph) graph=("$1") ;;
+        --no-pad) pad=("$1") ;;
         --float)
             [[ -f ${2:-} ]] || refuse "--float ${2:-}: no such file"
             float=("$2") && shift
@@ -45,7 +47,7 @@ done
 trt=$("$PYTHON" "$HERE/build_engine.py" --which) # which TensorRT to export for; says what to do if there is none
 half=()
 [[ $trt != 11 ]] || half=(--half) # it computes in the types of the file
-"$PYTHON" "$HERE/../export_qat.py" --weights "$weights" --include onnx --imgsz "${imgsz[@]}" --simplify --trt "$trt" "${half[@]}"
+"$PYTHON" "$HERE/../export_qat.py" --weights "$weights" --include onnx --imgsz "${imgsz[@]}" --simplify --trt "$trt" "${half[@]}" "${pad[@]}"
 "$PYTHON" "$HERE/build_engine.py" "$model.onnx" --imgsz "${imgsz[@]}" "${graph[@]}"
 "$PYTHON" "$HERE/../qat.py" eval --weights "${float[@]}" "$weights" "$model.engine" --data "$data" --imgsz "${imgsz[@]}" --square
 if ((${#graph[@]})); then # last: what else there is shall not wait for a picture

@@ -220,6 +220,7 @@ class DeepStream(Format):
                 f'input [{"batch" if config.dynamic else config.batch_size}, 3, {height}, {width}] -> {plugin.returns}, opset {done.opset}, '
                 f'{size_of(path)}, Q/DQ nodes {done.qdq[0]}/{done.qdq[1]}{", FP16 outside them" * half}',
                 f'ONNX Runtime against PyTorch: {done}',
+                *([str(done.padding)] if done.padding else []),
             ],
         )
 

@@ -21,6 +21,7 @@ from utils.qat.config.settings import require_multiples
 from utils.qat.config.tables import BACKENDS, FORMATS
 from utils.qat.core.machine import select_device
 from utils.qat.engine.next_step import after_scoring
+from utils.qat.graph.channels import Widths
 from utils.qat.targets.target import target_of_recipe
 from utils.qat.untrusted.torchvision_weights import fetched
 
@@ -69,12 +70,14 @@ class Export:
         target: the engine that it was quantized for.
         zero_points: whether a zero point of it is not 0.
         kept_float: the blocks of a quantized checkpoint that its user left in float.
+        pads: whether widths of files for its target may be padded.
     """
 
     config: ExportConfig
     predict: TorchModel
     formats: Sequence[Format]
     written: dict[str, Written] = field(default_factory=dict)
+    pads: bool = True
 
     def __post_init__(self) -> None:
         recipe = self.predict.recipe
@@ -86,11 +89,25 @@ class Export:
         """The NMS and mask settings of its files; see `ExportConfig.nms_inside`."""
         return self.config.nms_inside(self.predict.task.masks)
 
+    @property
+    def widths(self) -> Widths | None:
+        """The rule for padded widths of its ONNX files; None for none."""
+        wanted = self.pads and self.int8 and self.predict.task.boxes and not self.config.no_pad
+        return Widths(self.target.multiple) if wanted and self.target.multiple > 1 else None
+
     def write(self) -> list[Written]:
         """Write the files of --include. Formats that are only sources of others go to a scratch folder."""
+        formats = self.formats
+        if self.widths and (for_openvino := [each for each in formats if each.runs_in == 'openvino']):
+            unpadded = replace(self, formats=for_openvino, written={}, pads=False)
+            unpadded.write()
+            self.written |= unpadded.written
+            formats = [each for each in formats if each not in for_openvino]
+        names = {each.name for each in formats}
         with TemporaryDirectory() as scratch:
-            for each in with_sources(self.formats):
-                path = self.config.files.get(each.name) or Path(scratch) / f'model{FORMATS[each.name].suffix}'
+            for each in with_sources(formats):
+                file = f'model{FORMATS[each.name].suffix}'
+                path = self.config.files[each.name] if each.name in names else Path(scratch) / file
                 self.written[each.name] = replace(each.write(self, path), backend=each.backend(self))
         return [self.written[each.name] for each in self.formats]
 

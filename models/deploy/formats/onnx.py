@@ -33,6 +33,8 @@ from utils.qat.core.log import bar
 from utils.qat.graph import half as onnx_half
 from utils.qat.graph import onnx_graph
 from utils.qat.graph import passes as onnx_passes
+from utils.qat.graph.channels import Widths
+from utils.qat.graph.padding import Padding, pad
 from utils.qat.targets.target import Target, load_target
 
 OUTPUTS = 'output0', 'output1'  # predictions, and prototypes of a segmentation model
@@ -44,6 +46,7 @@ class Exported(Agreement):
 
     opset: int
     qdq: tuple[int, int]  # numbers of Q and of DQ nodes
+    padding: Padding | None  # what padded widths added
 
 
 def _trace(model: nn.Module, images: torch.Tensor, path: Path, opset: int, dynamic: bool) -> None:
@@ -85,6 +88,7 @@ def export_onnx(
     int8_weights: bool = True,
     kept_float: Sequence[str] = (),
     target: Target = load_target(DEFAULT_TARGET),
+    widths: Widths | None = None,
     layout: Callable[[onnx.ModelProto], onnx.ModelProto] | None = None,
     progress: Callable[[Iterable], Iterable] = iter,
 ) -> Exported:
@@ -96,7 +100,7 @@ def export_onnx(
 
     model: fused; float or quantized. imgsz: multiples of the stride. dynamic: leave the batch axis open. simplify: run onnxslim.
     half: FP16 outside Q/DQ. int8_weights: store weights with Q/DQ as integers. kept_float: blocks that are float by choice, for
-    the metadata. layout: gives the checked graph other inputs and outputs, such as deepstream_layout. progress: wraps the steps.
+    the metadata. widths: the rule by which widths are padded; None pads none. layout: gives the checked graph other inputs and outputs, such as deepstream_layout. progress: wraps the steps.
 
     Raises:
         QatError: ONNX's checker rejects the graph, or ONNX Runtime does not agree with PyTorch. No file is left.
@@ -131,6 +135,7 @@ def export_onnx(
         scales = [q.scale.cpu().numpy() for q in quantizers]
         units = [np.float32(UNIT_SCALE)] * any(isinstance(q, SiLUQuantizer) for q in quantizers)
         onnx_passes.check_scales(graph, [*scales, *units])
+        padding = pad(graph, widths) if widths else None
         reference = Reference(model, 2 if dynamic else batch, imgsz)
         returned = [reference.outputs] if isinstance(reference.outputs, torch.Tensor) else reference.outputs
         onnx_passes.set_output_shapes(graph, *(('batch' if dynamic else batch, *out.shape[1:]) for out in returned))
@@ -147,7 +152,7 @@ def export_onnx(
             graph = layout(graph)
             onnx.checker.check_model(graph, full_check=True)
             onnx.save(graph, tmp)
-    return Exported(opset=onnx_graph.opset(graph), qdq=onnx_graph.count_qdq(graph), **vars(agreement))
+    return Exported(opset=onnx_graph.opset(graph), qdq=onnx_graph.count_qdq(graph), padding=padding, **vars(agreement))
 
 
 def write_onnx(
@@ -168,6 +173,7 @@ def write_onnx(
         int8_weights=config.trt != 8,  # the parser of 8.6 takes integers only from a Q
         kept_float=[*export.kept_float, *(float_inside_blocks(model) if export.int8 else ())],
         target=export.target,
+        widths=export.widths,
         layout=layout,
         progress=lambda steps: bar(steps, 'exporting', unit='steps'),
     )
@@ -230,7 +236,7 @@ class Onnx(Format):
             f'{config.weights} ({"INT8" if export.int8 else "float"}{", FP16" * half}), '
             f'images [{"batch" if config.dynamic else config.batch_size}, 3, {height}, {width}], '
             f'opset {done.opset}, Q/DQ nodes {done.qdq[0]}/{done.qdq[1]}\n'
-            f'ONNX Runtime against PyTorch: {done}'
+            f'ONNX Runtime against PyTorch: {done}' + (f'\n{done.padding}' if done.padding else '')
         )
         return Written({self.name: path}, lines_of(path, export), about=about)
 

@@ -25,7 +25,7 @@ from utils.qat.core.errors import QatError, one_line
 from utils.qat.core.machine import onnx_options
 from utils.qat.graph.onnx_file import require_bounded
 from utils.qat.graph.onnx_graph import constants, is_half, replace_nodes
-from utils.qat.targets.target import simulated_note
+from utils.qat.targets.target import padded_note, simulated_note
 
 if TYPE_CHECKING:
     import onnxruntime
@@ -151,8 +151,9 @@ class OnnxRuntime(Session):
     @property
     @override
     def notes(self) -> Sequence[str]:
-        """Tell that INT8 is simulated, if it is."""
-        return simulated_note(self.signature().metadata, 'onnxruntime')
+        """Tell that INT8 is simulated, or that widths are padded, if they are."""
+        metadata = self.signature().metadata
+        return [*simulated_note(metadata, 'onnxruntime'), *padded_note(metadata, 'onnxruntime')]
 
     @override
     def signature(self) -> Signature:

@@ -14,6 +14,7 @@ from utils.qat.backends.session import Session, Signature
 from utils.qat.core.errors import QatError
 from utils.qat.graph.openvino_layers import Int8Layers, layers_of, quantized_convs
 from utils.qat.graph.openvino_model import load_openvino, metadata, one_core, read_model, reason
+from utils.qat.targets.target import padded_note
 
 if TYPE_CHECKING:
     import numpy as np
@@ -77,11 +78,12 @@ class OpenVINO(Session):
     @property
     @override
     def notes(self) -> Sequence[str]:
-        """Return version, precision and threads, and how much runs in INT8."""
+        """Return version, precision and threads, how much runs in INT8, and whether widths are padded."""
         version = self.library.get_version().split('-')[0]
         threads = self.settings['INFERENCE_NUM_THREADS']
         said = f'OpenVINO {version}, {self.types}, {threads} thread{"s" * (threads > 1)}'
-        return [said, *[str(self.int8)] * (self.int8 is not None), *[OVERFLOW] * self.saturates]
+        padded = padded_note(metadata(self.model), 'openvino')
+        return [said, *[str(self.int8)] * (self.int8 is not None), *[OVERFLOW] * self.saturates, *padded]
 
     @property
     def saturates(self) -> bool:

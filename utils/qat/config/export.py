@@ -83,6 +83,9 @@ class OnnxConfig(Settings):
         'outside Q/DQ',
         allowed=tuple(OPSETS),
     )
+    no_pad: bool = option(
+        False, 'leave widths of an INT8 file for TensorRT as they are; else they are padded to what its kernels want'
+    )
     opset: int = option(
         None, 'ONNX opset; default: ' + ', '.join(f'{default} for --trt {v}' for v, (*_, default) in OPSETS.items())
     )
@@ -277,5 +280,6 @@ class DeepStreamConfig(OnnxConfig):
             dynamic=self.dynamic,
             simplify=self.simplify,
             trt=self.trt,
+            no_pad=self.no_pad,
             opset=self.opset,
         )

@@ -5,6 +5,7 @@ float at the end of the head, and convolutions whose channels do not fill whole 
 information, no findings.
 """
 
+import re
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -21,9 +22,11 @@ from utils.qat.graph.onnx_graph import (
     Graph,
     attribute,
     count_qdq,
+    metadata_value,
     name_of,
     opset,
 )
+from utils.qat.graph.padding import PADDED
 from utils.qat.graph.tensor_types import Types, flops, tensor_types
 
 TILE = 16  # channels: INT8 tensor cores work on multiples of this
@@ -63,6 +66,7 @@ class Audit:
         typing: FP32, FP16, BF16 or other → number of these nodes with such an output.
         qdq: number of Q and of DQ nodes.
         parameters: number of values in weights and biases.
+        padded: the multiple to which widths were padded, by the metadata; 0 if they were not.
         findings: the places that break a rule.
     """
 
@@ -72,6 +76,7 @@ class Audit:
     typing: dict[str, int]
     qdq: tuple[int, int]
     parameters: int
+    padded: int
     convs: list[Convolution]
     findings: list[Finding]
 
@@ -103,7 +108,7 @@ def _convolution(graph: Graph, types: Types, node: onnx.NodeProto) -> Convolutio
 
 def audit(model: onnx.ModelProto, checks: Rules = CHECKS) -> Audit:
     """Audit an ONNX model, quantized or not, by the rules of its target."""
-    graph, types = Graph(model), tensor_types(model)
+    graph, types, padded = Graph(model), tensor_types(model), metadata_value(model, PADDED)
     layers = [n for n in graph.nodes if n.op_type not in QDQ and not all(name in graph.fixed for name in n.output)]
     convs = [_convolution(graph, types, n) for n in layers if n.op_type in CONVS]
     weights = {
@@ -117,6 +122,7 @@ def audit(model: onnx.ModelProto, checks: Rules = CHECKS) -> Audit:
         layers=dict(Counter(n.op_type for n in layers).most_common()),
         qdq=count_qdq(model),
         parameters=sum(graph.values[name].size for name in weights),
+        padded=int(padded) if re.fullmatch('[0-9]{1,4}', padded) else 0,
         convs=convs,
         findings=[finding for check in checks for finding in check(graph)],
     )
@@ -157,7 +163,8 @@ def audit_text(found: Audit, limit: int | None = None) -> str:
     typing = ', '.join(f'{kind} ({n} nodes)' for kind, n in found.typing.items())
     lines = [
         f'{inputs}; opset {found.opset}; outside Q/DQ {typing}',
-        f'{sum(found.layers.values())} layers, {found.parameters / 1e6:.2f} M parameters, Q/DQ nodes {found.qdq[0]}/{found.qdq[1]}',
+        f'{sum(found.layers.values())} layers, {found.parameters / 1e6:.2f} M parameters, Q/DQ nodes {found.qdq[0]}/{found.qdq[1]}'
+        + (f', widths padded to multiples of {found.padded} (all figures with the padding)' if found.padded else ''),
         '',
     ]
     rows: list[list[Any]] = []

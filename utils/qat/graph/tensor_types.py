@@ -24,6 +24,11 @@ def tensor_types(model: onnx.ModelProto) -> Types:
     An open first axis of an input counts as 1. Evaluates shape arithmetic (Shape, Gather, Div ... before a Slice) on up to
     LARGEST values at a time, which onnx.shape_inference does only in part.
     """
+    return infer(model)[0]
+
+
+def infer(model: onnx.ModelProto) -> tuple[Types, dict[str, np.ndarray]]:
+    """Infer types and shapes, see `tensor_types`, and the values of small constants and of shape arithmetic."""
     types = {i.name: helper.make_tensor_type_proto(i.data_type, i.dims) for i in model.graph.initializer}
     constant = {i.name: i for i in model.graph.initializer if _count(types[i.name]) <= LARGEST}
     stored, evaluated = set(types), 0
@@ -56,7 +61,8 @@ def tensor_types(model: onnx.ModelProto) -> Types:
         if evaluated < MOST_EVALUATED and _is_arithmetic(node, known, types, constant):
             constant.update(_evaluate(model, node, types, constant))
             evaluated += 1
-    return {name: (t.tensor_type.elem_type, shape) for name, t in types.items() if (shape := _shape(t)) is not None}
+    found = {name: (t.tensor_type.elem_type, shape) for name, t in types.items() if (shape := _shape(t)) is not None}
+    return found, {name: numpy_helper.to_array(tensor) for name, tensor in constant.items()}
 
 
 def _shape(type_: TypeProto) -> tuple[int, ...] | None:

@@ -33,6 +33,7 @@ class Target:
     in_openvino: str = ''  # a clause: the drawback of a detector's file in OpenVINO; '' for none
     in_openvino_classes: str = ''  # likewise for a classifier's file
     simulated_in: tuple[str, ...] = ()  # backends that compute INT8 convolutions of its files in float
+    multiple: int = 1  # its INT8 kernels want widths that are a multiple of this, see graph/padding.py
 
     @property
     def title(self) -> str:
@@ -66,6 +67,16 @@ def simulated_note(metadata: Mapping[str, str], backend: str) -> list[str]:
     return [
         f'{title} computes INT8 convolutions of this file in float: it was quantized for {made_for}; '
         f'for speed in {title}: qat.py quantize --target {backend}'
+    ]
+
+
+def padded_note(metadata: Mapping[str, str], backend: str) -> list[str]:
+    """Return a line if the widths of an exported file are padded for another engine, by the file's metadata; else nothing."""
+    if 'padded' not in metadata:
+        return []
+    title, other = BACKENDS[backend].title, '--include openvino' if backend == 'openvino' else '--no-pad'
+    return [
+        f'widths of this file are padded for {TARGETS[DEFAULT_TARGET].title}, which costs {title} time; a file without: export_qat.py {other}'
     ]
 
 

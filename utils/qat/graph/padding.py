@@ -1,0 +1,251 @@
+"""Pad the channels of an exported graph to widths that INT8 kernels are made for; no output changes.
+
+New channels have weights and biases of 0, and all weights that read them are 0. So it does not matter what an activation function
+makes of them. channels.py finds where they go.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+from onnx import ModelProto, NodeProto, helper, numpy_helper
+
+from utils.qat.core.errors import QatError
+from utils.qat.graph.channels import CHANNELS, ELEMENTWISE, NEW, Channels, Layout, Widths
+from utils.qat.graph.onnx_graph import CONVS, Graph, attribute, name_of, replace_nodes
+from utils.qat.graph.passes import drop_unread, set_metadata
+from utils.qat.graph.tensor_types import flops, infer
+
+PADDED = 'padded'  # key of the file's metadata; its value is the multiple
+
+
+class Conv(NamedTuple):
+    """Widths and work of a convolution."""
+
+    inputs: int
+    outputs: int
+    flops: int
+
+
+@dataclass
+class Padding:
+    """What a padded graph has more than before.
+
+    Attributes:
+        channels: new output channels of convolutions.
+        operations: share of the multiply-adds that are new, 0.5 for half as many again.
+        left: convolutions with a width that is no multiple → their widths.
+    """
+
+    multiple: int
+    channels: int
+    operations: float
+    left: dict[str, Conv]
+
+    def __str__(self) -> str:
+        left = ', '.join(f'{name} ({conv.inputs} to {conv.outputs})' for name, conv in self.left.items())
+        return (
+            f'widths padded to multiples of {self.multiple}: {self.channels} channels more, {self.operations:.1%} more '
+            f'multiply-adds; left with other widths: {left or "none"}'
+        )
+
+
+def pad(model: ModelProto, widths: Widths = Widths()) -> Padding | None:
+    """Pad the channels of a graph, in place; None if all widths are right.
+
+    The graph is Q/DQ or float, its constants are initializers. Raises QatError if a shape of the padded graph is not that of its layout.
+    """
+    before, channels = _convs(model), Channels(model, widths)
+    if not channels.grow(*channels.number) and not any(
+        map(channels.is_dense, (n for n in channels.graph.nodes if n.op_type in CONVS))
+    ):
+        return None
+    _Padder(model, channels).pad()
+    _check_shapes(model, channels)
+    set_metadata(model, **{PADDED: widths.multiple})
+    after = _convs(model)
+    outputs, work = ([sum(c[i] for c in convs.values()) for convs in (before, after)] for i in (1, 2))
+    return Padding(
+        widths.multiple,
+        outputs[1] - outputs[0],
+        work[1] / work[0] - 1,
+        {name: conv for name, conv in after.items() if any(n % widths.multiple for n in conv[:2])},
+    )
+
+
+def _convs(model: ModelProto) -> dict[str, Conv]:
+    graph, (types, _) = Graph(model), infer(model)
+    return {
+        name_of(node): Conv(
+            types[node.input[0]][1][CHANNELS], types[node.output[0]][1][CHANNELS], flops(graph, types, node) or 0
+        )
+        for node in graph.nodes
+        if node.op_type in CONVS and node.input[0] in types and node.output[0] in types
+    }
+
+
+def _check_shapes(model: ModelProto, channels: Channels) -> None:
+    """Raise QatError unless the tensors of a padded graph have the shapes of their layouts."""
+    types, _ = infer(model)
+    for name in channels.number:
+        wanted = list(channels.types[name][1])
+        wanted[CHANNELS] = len(channels.layout(name))
+        if name in types and list(types[name][1]) != wanted:
+            raise QatError(
+                f'{name}: has {list(types[name][1])} with padded widths, not {wanted}; please report this model, and export with --no-pad'
+            )
+
+
+def spread(values: np.ndarray, layout: Layout, axis: int, fill: float | None = 0) -> np.ndarray:
+    """Arrange values along an axis by a layout. New ones are `fill`, None for the first value."""
+    found = values.take(np.where(layout == NEW, 0, layout), axis)
+    if fill is not None:
+        found[(slice(None),) * axis + (layout == NEW,)] = fill
+    return found
+
+
+def dense(weight: np.ndarray, group: int) -> np.ndarray:
+    """Write the weight [K, C / group, ...] of a convolution with groups as that of one group [K, C, ...]."""
+    k, c = weight.shape[0] // group, weight.shape[1]
+    found = np.zeros((weight.shape[0], c * group, *weight.shape[2:]), weight.dtype)
+    for i in range(group):
+        found[i * k : (i + 1) * k, i * c : (i + 1) * c] = weight[i * k : (i + 1) * k]
+    return found
+
+
+class _Padder:
+    """Rewrites the nodes and constants of a graph by the layouts of its tensors."""
+
+    def __init__(self, model: ModelProto, channels: Channels) -> None:
+        self.model, self.channels, self.graph = model, channels, channels.graph
+        self.made: dict[tuple, str] = {}  # a stored tensor and its layouts → its padded name
+        self.nodes: list[NodeProto] = []
+
+    def pad(self) -> None:
+        """Pad the graph, in place."""
+        for node in self.graph.nodes:
+            if any(name in self.channels.number for name in node.output):
+                self._pad_node(node)
+            self.nodes.append(node)
+        read, kept = set(self.graph.outputs), []
+        for node in reversed(self.nodes):  # weights and shape arithmetic of before have no reader
+            if read.intersection(node.output):
+                read.update(node.input)
+                kept.append(node)
+        del self.model.graph.value_info[:]
+        drop_unread(replace_nodes(self.model, kept[::-1]))
+
+    def _pad_node(self, node: NodeProto) -> None:
+        channels, op = self.channels, node.op_type
+        if op in CONVS:
+            self._pad_conv(node)
+        elif not channels.grow(*node.input, *node.output):
+            return
+        elif op == 'Split' and channels.along(node):
+            sizes = [len(channels.layout(name)) for name in node.output]
+            _set(node, num_outputs=None)
+            del node.input[1:]
+            node.input.append(self._constant(f'{node.output[0]}/sizes', np.int64(sizes)))
+        elif op == 'Slice':
+            self._pad_slice(node)
+        elif op == 'Resize':
+            self._pad_resize(node)
+        elif op in {'Div', *ELEMENTWISE}:
+            self._pad_constants(node)
+
+    def _pad_slice(self, node: NodeProto) -> None:
+        channels, result = self.channels, node.output[0]
+        starts, ends, *rest = (channels.small[name].copy() for name in node.input[1:])
+        axes = list((rest[0] if rest else np.arange(len(starts))) % channels.rank(node.input[0]))
+        if CHANNELS in axes:
+            at = axes.index(CHANNELS)
+            # New channels stand behind those of their run, so a part begins with an old one
+            starts[at] = np.flatnonzero(channels.layout(node.input[0]) == channels.start(node))[0]
+            ends[at] = starts[at] + len(channels.layout(result))
+            node.input[1] = self._constant(f'{result}/starts', starts)
+            node.input[2] = self._constant(f'{result}/ends', ends)
+
+    def _pad_resize(self, node: NodeProto) -> None:
+        """Set the sizes of a Resize that has constant ones."""
+        axes = list(attribute(node, 'axes', range(self.channels.rank(node.output[0]))))
+        if len(node.input) > 3 and node.input[3] in self.graph.values and CHANNELS in axes:
+            sizes = self.graph.values[node.input[3]].copy()
+            sizes[axes.index(CHANNELS)] = len(self.channels.layout(node.output[0]))
+            node.input[3] = self._constant(f'{node.output[0]}/sizes', sizes)
+
+    def _pad_constants(self, node: NodeProto) -> None:
+        """Arrange those constants of an elementwise operator that have a value for each channel."""
+        result = node.output[0]
+        for i, name in enumerate(node.input):
+            if name and name in self.graph.fixed:
+                shape = self.channels.types[name][1]
+                axis = len(shape) - self.channels.rank(result) + CHANNELS
+                if axis >= 0 and shape[axis] > 1:
+                    node.input[i] = self._stored(name, {axis: self.channels.layout(result)}, None)
+
+    def _pad_conv(self, node: NodeProto) -> None:
+        channels, group = self.channels, attribute(node, 'group', 1)
+        given, result = node.input[0], node.output[0]
+        if not channels.grow(given, result) and not channels.is_dense(node):
+            return
+        # Axis 0 of a weight has all channels, axis 1 those of one group. Axis 0 of a Conv are its outputs
+        full, of_group = (result, given) if node.op_type == 'Conv' else (given, result)
+        layouts, dense_groups = {0: channels.layout(full)}, 1
+        if channels.is_depthwise(node):
+            _set(node, group=len(channels.layout(result)))
+        elif channels.is_dense(node):
+            layouts[1], dense_groups = channels.layout(of_group), group
+            _set(node, group=1)
+        else:
+            layouts[1] = channels.layout(of_group)[: len(channels.layout(of_group)) // group]
+        node.input[1] = self._stored(node.input[1], layouts, groups=dense_groups)
+        if len(node.input) > 2 and node.input[2]:
+            node.input[2] = self._stored(node.input[2], {0: channels.layout(result)})
+
+    def _constant(self, name: str, value: np.ndarray) -> str:
+        self.model.graph.initializer.append(numpy_helper.from_array(value, name))
+        return name
+
+    def _stored(self, name: str, layouts: Mapping[int, Layout], fill: float | None = 0, groups: int = 1) -> str:
+        """Arrange a stored tensor, perhaps behind Q and DQ, by layouts of its axes, and return the name of the new one.
+
+        fill: see `spread`. groups: of a weight that becomes `dense`.
+        """
+        if groups == 1 and not any((layout == NEW).any() for layout in layouts.values()):
+            return name
+        key = name, fill, groups, *((axis, layout.tobytes()) for axis, layout in layouts.items())
+        if key not in self.made:
+            number = sum(made[0] == name for made in self.made)
+            self.made[key] = f'{name}/padded{number or ""}'
+            if name in self.graph.values:
+                value = self.graph.values[name]
+                value = dense(value, groups) if groups > 1 else value
+                for axis, layout in layouts.items():
+                    value = spread(value, layout, axis, fill)
+                self._constant(self.made[key], value)
+            else:
+                self._copy(self.graph.producer[name], self.made[key], layouts, fill, groups)
+        return self.made[key]
+
+    def _copy(self, node: NodeProto, name: str, layouts: Mapping[int, Layout], fill: float | None, groups: int) -> None:
+        """Add a copy of a Q, DQ or Cast of a stored tensor that makes the padded tensor `name`."""
+        copy = NodeProto()
+        copy.CopyFrom(node)
+        copy.name, copy.output[0] = name, name
+        copy.input[0] = self._stored(node.input[0], layouts, fill, groups)
+        axis = attribute(node, 'axis', 1) % self.channels.rank(node.input[0])
+        for i, each in enumerate(node.input[1:], 1):  # scale, and zero point; a new channel has those of the first
+            if self.graph.values[each].ndim and axis in layouts:
+                copy.input[i] = self._stored(each, {0: layouts[axis]}, None)
+        self.nodes.append(copy)
+
+
+def _set(node: NodeProto, **attributes: int | None) -> None:
+    """Set attributes of a node; None removes one."""
+    for name, value in attributes.items():
+        kept = [a for a in node.attribute if a.name != name]
+        del node.attribute[:]
+        node.attribute.extend(kept)
+        if value is not None:
+            node.attribute.append(helper.make_attribute(name, value))

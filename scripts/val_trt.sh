@@ -5,11 +5,11 @@
 #   WEIGHTS.pt        checkpoint, quantized by qat.py or float
 #   DATA              data YAML; the engine is evaluated on its val: images. Of a classifier the folder of its images
 #   IMGSZ             image size in pixels: of the file, the engine and the evaluation; one number, or 'HEIGHT WIDTH' in quotes
-#   --float FLOAT.pt  also score this model, and compare WEIGHTS and the engine with it
+#   --float FLOAT.pt  also score this model and its FP16 engine, compare WEIGHTS and its engine with them, and time both engines in turns
 #   --generate-graph  also measure every layer and draw the engine
 #   --no-pad          leave the widths of the ONNX file as they are, see export_qat.py
-# It ends with a table of AP, AP50, P and R in PyTorch and in the engine, and their differences. The ONNX file, the engine and their
-# other files are written beside WEIGHTS.
+# It ends with a table of AP, AP50, P and R in PyTorch and in the engine, and their differences. The ONNX files, the engines and their
+# other files are written beside WEIGHTS and FLOAT.pt.
 set -euo pipefail
 
 HERE=$(cd -P "$(dirname "${BASH_SOURCE[0]}")" && pwd)
@@ -47,9 +47,18 @@ done
 trt=$("$PYTHON" "$HERE/build_engine.py" --which) # which TensorRT to export for; says what to do if there is none
 half=()
 [[ $trt != 11 ]] || half=(--half) # it computes in the types of the file
-"$PYTHON" "$HERE/../export_qat.py" --weights "$weights" --include onnx --imgsz "${imgsz[@]}" --simplify --trt "$trt" "${half[@]}" "${pad[@]}"
-"$PYTHON" "$HERE/build_engine.py" "$model.onnx" --imgsz "${imgsz[@]}" "${graph[@]}"
-"$PYTHON" "$HERE/../qat.py" eval --weights "${float[@]}" "$weights" "$model.engine" --data "$data" --imgsz "${imgsz[@]}" --square
+"$PYTHON" "$HERE/../export_qat.py" --weights ${float[@]+"${float[@]}"} "$weights" --include onnx --imgsz "${imgsz[@]}" --simplify --trt "$trt" \
+    ${half[@]+"${half[@]}"} ${pad[@]+"${pad[@]}"}
+engines=("$model.engine") building=()
+if ((${#float[@]})); then # side by side: a build keeps one CPU core busy
+    engines=("${float[0]%.*}.engine" "${engines[@]}")
+    "$PYTHON" "$HERE/build_engine.py" "${float[0]%.*}.onnx" --imgsz "${imgsz[@]}" &
+    building=($!)
+fi
+"$PYTHON" "$HERE/build_engine.py" "$model.onnx" --imgsz "${imgsz[@]}" ${graph[@]+"${graph[@]}"}
+for build in ${building[@]+"${building[@]}"}; do wait "$build"; done
+"$PYTHON" "$HERE/../qat.py" eval --weights ${float[@]+"${float[@]}"} "$weights" "${engines[@]}" --data "$data" --imgsz "${imgsz[@]}" --square
+((${#float[@]} == 0)) || "$PYTHON" "$HERE/../benchmark_trt.py" "${engines[@]}" --duration 5
 if ((${#graph[@]})); then # last: what else there is shall not wait for a picture
     "$PYTHON" "$HERE/draw_engine.py" --layer "$model.layer.json" --profile "$model.profile.json" --output "$model"
 fi

@@ -142,8 +142,8 @@ def test_int8_is_compared_with_the_fastest_float_precision():
         result('ONNX Runtime', 'int8', 1, 20.0, types=SIMULATED),
     ]
     assert speed_conclusions(results) == [
-        'In OpenVINO, INT8 against the fastest float precision: 1.00 times as fast as BF16 at batch 1 (not faster), 2.00 times as fast as '
-        'BF16 at batch 4.',
+        'In OpenVINO, INT8 against the fastest float precision: 1.00 times as fast as BF16 at batch 1 (not faster: ship BF16), 2.00 times as '
+        'fast as BF16 at batch 4.',
         f'Least latency 20 ms at batch 1: int8.onnx in ONNX Runtime, {SIMULATED}. Most images/s 50.0 at batch 4: int8.onnx in OpenVINO, INT8.',
     ]
     lines = [[cell.strip() for cell in line.strip('|').split('|')] for line in precision_table(results).splitlines()]

@@ -25,6 +25,7 @@ from utils.qat.core.errors import QatError
 from utils.qat.core.files import sha256
 from utils.qat.engine.api import VERSIONS, version_in, version_of
 from utils.qat.engine.build import EngineFromOnnx
+from utils.qat.engine.side_by_side import build_engines, jobs_here
 from utils.qat.engine.plan import Plan
 from utils.qat.engine.sidecar import read_sidecar, require_fit, sidecar_of, write_sidecar
 from utils.qat.engine.trtexec import arguments, build_with_trtexec
@@ -252,9 +253,29 @@ def test_a_file_that_is_no_onnx_is_refused(rtx, tmp_path):
         EngineFromOnnx(BuildConfig(tmp_path / 'bad.onnx', backend='rtx'))
 
 
+def test_engines_side_by_side(rtx, tmp_path):
+    """A build that fails or crashes says why, and the others end."""
+    configs = []
+    for name, model in (('good', FILES['int8']), ('bad', UNKNOWN_OP), ('other', FILES['float'])):
+        onnx.save(model, tmp_path / f'{name}.onnx')
+        configs.append(BuildConfig(tmp_path / f'{name}.onnx', backend='rtx'))
+    failed = build_engines(configs, 2)
+    assert list(failed) == [configs[1].engine] and 'NoSuchOp' in failed[configs[1].engine]
+    assert [config.engine.exists() for config in configs] == [True, False, True]
+
+
+def test_jobs_are_as_asked_and_one_for_a_core_at_most(monkeypatch):
+    assert jobs_here(7) == 7
+    monkeypatch.setattr('utils.qat.engine.side_by_side.usable_cores', lambda: 1)
+    assert jobs_here(None) == 1
+
+
 def test_the_command(rtx, file):
     path = file('open batch')
-    out = python(TREE / 'scripts/build_engine.py', path, '--backend', 'rtx', '--batch', '1,2,4', '--imgsz', 4)
+    words = path, '--backend', 'rtx', '--batch', '1,2,4', '--imgsz', 4
+    assert 'took 5 to 6 minutes on an H100' in python(TREE / 'scripts/build_engine.py', *words)
+    out = python(TREE / 'scripts/build_engine.py', *words)
+    assert re.search(r'model.engine; the last build took [\d.]+ s', out)
     assert 'INT8 and FP32' in out and '[4, 4, 4, 4]' in out
     assert re.search(r'(?m)^next: python .*benchmark_trt.py ', out), 'val_trt.py scores YOLOv9 alone'
     assert path.with_suffix('.engine').exists()

@@ -30,7 +30,7 @@ def building(runner, chosen, measured):
                 runner.builds[row] = pool.submit(build_kind, job, row, exported, first.commands), job.commands
         for row in [row for row in measured if row in chosen]:
             job = replace(runner, commands=[])
-            runner.builds[row] = pool.submit(build_measured, job, measured[row]), job.commands
+            runner.builds[row] = pool.submit(build_measured, job, row, measured[row]), job.commands
         yield
         pool.shutdown(wait=False, cancel_futures=True)
         for process in [*runner.processes]:
@@ -52,10 +52,10 @@ def build_kind(runner, row, exported, earlier):
     return f'{built["precision"]}, {built["bytes"] / 1e6:.1f} MB, {by}'
 
 
-def build_measured(runner, export_files):
+def build_measured(runner, row, export_files):
     """Build the engines that a row measures when nothing is built any more; returns the arguments of benchmark_trt.py."""
     words = export_files(runner)
     if runner.machine['gpu'] is not None:
         least = '--duration', 0.01, '--warmup', '0ms', '--jobs', jobs_here(runner.config.jobs)
-        runner.run('benchmark_trt.py', *words, *least, '--project', 'measured', '--name', 'built', '--exist-ok')
+        runner.run('benchmark_trt.py', *words, *least, '--project', 'measured', '--name', f'{row}-built', '--exist-ok')
     return words

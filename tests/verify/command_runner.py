@@ -34,7 +34,9 @@ class CommandRunner:
     deadline: float  # by time.monotonic
     commands: list[str]  # of the present row, as a user would type them
     found: str = ''  # figures of the present row, in words
-    builds: dict = field(default_factory=dict)  # row that builds an engine, such as 'build plain' → its job, see builds.py
+    builds: dict = field(
+        default_factory=dict
+    )  # row that builds an engine, such as 'build plain' → its job, see builds.py
     processes: set = field(default_factory=set)  # that run now
 
     def need(self, row):

@@ -85,7 +85,7 @@ class Gain(NamedTuple):
     times: float  # as fast, by median latency
 
     def __str__(self) -> str:
-        said = '' if self.times >= NOTICEABLE else ' (not faster)'
+        said = '' if self.times >= NOTICEABLE else f' (not faster: ship {self.precision})'
         return f'{self.times:.2f} times as fast as {self.precision} at batch {self.batch}{said}'
 
 

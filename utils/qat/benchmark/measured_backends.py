@@ -62,8 +62,7 @@ def build_missing(measurements: Sequence[Measurement], conditions: Conditions) -
         and not _fits(config.engine, config.backend, config.workspace, conditions.device)
     }
     if missing:
-        jobs = jobs_here(conditions.config.jobs, conditions.config.workspace)
-        conditions.failed.update(build_engines(list(missing.values()), jobs))
+        conditions.failed.update(build_engines(list(missing.values()), jobs_here(conditions.config.jobs)))
 
 
 def engine_of(measurement: Measurement, conditions: Conditions) -> BuildConfig | None:

@@ -25,7 +25,7 @@ PRECISIONS = ('auto', 'fp32', 'fp16', 'int8')  # of an engine that is built
 MEASURED = ('fp32', 'bf16', 'fp16', 'int8')  # of a benchmark
 WORKSPACE = 4096  # MiB. Fixed, so that a build does not depend on the free memory
 MEMORY = Range(1, words='be 1 (MiB) or more')
-JOBS = (None, 'engines that are built at a time; default: by CPU cores and GPU memory')
+JOBS = (None, 'engines that are built at a time; default: 3 for each GPU, one for each CPU core at most')
 measurement = partial(option, group='measurement')
 comparison = partial(option, group='comparison')
 
@@ -279,8 +279,10 @@ class VerifyConfig(FolderConfig):
         20.0, 'time for all rows; rows that have not begun by then are skipped', allowed=Range(0, without=0)
     )
     jobs: int | None = option(*JOBS, metavar='N', allowed=Range(1))
-    level: int = option(
-        1, "TensorRT's optimization level of engines whose speed does not count, 0 to 5", allowed=Range(0, 5)
+    level: int | None = option(
+        None,
+        "TensorRT's optimization level, 0 (fast build) to 5, of all engines but those whose speed is measured",
+        allowed=Range(0, 5),
     )
     duration: float = option(3.0, 'seconds of each measurement of speed', allowed=Range(0, without=0))
     only: tuple[str, ...] = option((), 'check these rows and no others, such as "build plain" "timing cache"')

@@ -11,8 +11,10 @@ import logging
 import os
 import re
 import sys
+import time
 from collections.abc import Iterable, Iterator, Sized
 from pathlib import Path
+from threading import Event, Thread
 from typing import IO, TYPE_CHECKING, Any
 
 from utils.qat.core.distributed import is_first
@@ -123,6 +125,24 @@ def bar(iterable: Iterable | None, text: str, total: int | None = None, unit: st
         dynamic_ncols=True,
         disable=not shown,
     )
+
+
+@contextlib.contextmanager
+def alive(text: str, seconds: float = 60.0) -> Iterator[None]:
+    """Log a line each `seconds` of the block with the time that it has taken; a terminal has a bar."""
+    ended, begin = Event(), time.monotonic()
+
+    def tell() -> None:
+        while not ended.wait(seconds):
+            LOGGER.info(f'{text}: {time.monotonic() - begin:.0f} s')
+
+    teller = Thread(target=tell, daemon=True)
+    if not sys.stderr.isatty():
+        teller.start()
+    try:
+        yield
+    finally:
+        ended.set()
 
 
 def unshown(iterable: Iterable, *_: Any, **__: Any) -> Iterable:

@@ -6,6 +6,7 @@ Its flags depend on its version: 8.6 and 10 choose precisions by flags; 11 has n
 from __future__ import annotations
 
 import subprocess
+import time
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -64,7 +65,7 @@ def build_with_trtexec(
     tuning: Sequence[str] = (),
 ) -> dict[str, Any]:
     """Build the engine plan.config.engine and write its sidecar, whose content is returned; see `arguments`."""
-    config = plan.config
+    config, start = plan.config, time.perf_counter()
     config.engine.parent.mkdir(parents=True, exist_ok=True)
     with atomic(config.engine) as tmp:
         command = [trtexec, *arguments(plan, major, layer, profile, tuning)]
@@ -78,4 +79,4 @@ def build_with_trtexec(
             raise QatError(
                 f'{config.onnx}: {trtexec} failed: {errors[-1] if errors else f"exit code {running.returncode}"}'
             )
-    return write_sidecar(plan, trtexec=' '.join(command))
+    return write_sidecar(plan, trtexec=' '.join(command), seconds=round(time.perf_counter() - start, 1))

@@ -392,10 +392,19 @@ def test_settings_as_options(line):
 
 def test_a_command_is_named_as_it_was_reached(tmp_path, monkeypatch):
     file = tmp_path / 'two words.onnx'
-    tree = {'qat.py': '', f'{TREE}/segment/qat_seg.py': f'{TREE}/', 'elsewhere/own.py': ''}
-    for typed, folder in tree.items():
+    reached = [  # current folder, typed, folder in the command
+        (REPO, 'qat.py', ''),
+        (REPO, f'{TREE}/segment/qat_seg.py', f'{TREE}/'),
+        (REPO, 'elsewhere/own.py', ''),
+        (TREE, f'{TREE}/scripts/../export_qat.py', ''),  # as scripts/val_trt.sh types it
+        (TREE, 'scripts/audit_onnx.py', ''),
+        (TREE / 'scripts', 'audit_onnx.py', '../'),
+        (TREE / 'scripts', '../qat.py', '../'),
+    ]
+    for here, typed, folder in reached:
+        monkeypatch.chdir(here)
         monkeypatch.setattr(sys, 'orig_argv', ['python', '-u', typed, '--weights', 'x.pt'])
-        assert command('val_trt.py', '--weights', file) == f"python {folder}val_trt.py --weights '{file}'"
+        assert command('val_trt.py', '--weights', file) == f"python {folder}val_trt.py --weights '{file}'", typed
         assert command('val_trt.py', Path('-x.onnx')).endswith('val_trt.py ./-x.onnx'), 'no option'
 
 

@@ -7,8 +7,8 @@
 #   IMGSZ             image size in pixels: of the file, the engine and the evaluation; one number, or 'HEIGHT WIDTH' in quotes
 #   --float FLOAT.pt  also score this model, and compare WEIGHTS and the engine with it
 #   --generate-graph  also measure every layer and draw the engine
-# It ends with a table of AP, AP50, P and R in PyTorch and in the engine, and their differences. The ONNX file, the engine and their
-# other files are written beside WEIGHTS.
+# It ends with a table of AP, AP50, P and R in PyTorch and in the engine, and their differences, which runs/qat_eval/exp/report.md has
+# too. The ONNX file, the engine and their other files are written beside WEIGHTS.
 set -euo pipefail
 
 HERE=$(cd -P "$(dirname "${BASH_SOURCE[0]}")" && pwd)

@@ -118,7 +118,7 @@ printf '  %-41s  %s\n' \
     "qat/weights/best.onnx" "the same as ONNX with Q/DQ, for TensorRT and ONNX Runtime" \
     "qat/weights/best.xml" "the same for OpenVINO, with a .bin" \
     "qat/report.md, report.json" "figures of every stage, with pictures" \
-    "eval*/metrics.json" "figures of the files that were scored on their own"
+    "eval/report.md, metrics.json" "figures of the files that were scored on their own, each also in eval-FILE"
 cat <<EOT
 
 Next, with your own clone and weights:

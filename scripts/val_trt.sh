@@ -8,8 +8,8 @@
 #   --float FLOAT.pt  also score this model and its FP16 engine, compare WEIGHTS and its engine with them, and time both engines in turns
 #   --generate-graph  also measure every layer and draw the engine
 #   --no-pad          leave the widths of the ONNX file as they are, see export_qat.py
-# It ends with a table of AP, AP50, P and R in PyTorch and in the engine, and their differences. The ONNX files, the engines and their
-# other files are written beside WEIGHTS and FLOAT.pt.
+# It ends with a table of AP, AP50, P and R in PyTorch and in the engine, and their differences, which runs/qat_eval/exp/report.md has
+# too. The ONNX files, the engines and their other files are written beside WEIGHTS and FLOAT.pt.
 set -euo pipefail
 
 HERE=$(cd -P "$(dirname "${BASH_SOURCE[0]}")" && pwd)

@@ -339,9 +339,23 @@ def test_the_report_of_quantize(chain):
     assert '| `--epochs`' in text and '`--lr`' not in text and 'Ranges of activations by mse, ' in text
     made_by = shlex.split(re.search(r'(?m)^python qat.py quantize .*$', text)[0])[3:]
     config, again = (parse_args(['quantize', *map(str, words)]) for words in (chain['quantize'][0][1:], made_by))
-    assert config == replace(again, amp=config.amp), 'the command in it is the one that was typed; amp is decided'
+    assert config == again, 'the command in it is the one that was typed'
     models = {f'weights/{f.name}' for f in (folder / 'weights').glob('*.pt')}
     assert NEXT.findall(chain['quantize'][1])[0] in text and models <= set(links(folder / 'report.md'))
+
+
+def test_reports_list_only_settings_that_were_typed(chain, others):
+    """Not those that the model or the device decides, such as --imgsz of a file, and --amp."""
+    words = {file: words for file, words, *_ in others}
+    typed = {
+        'runs/exp/report.md': chain['quantize'][0],
+        'eval/exp/report.md': chain['eval'][0],
+        'val/exp/report.md': words['val_trt.py'],
+        'compare/exp/report.md': words['compare_outputs.py'],
+    }
+    for name, given in typed.items():
+        rows = re.findall(r'(?m)^\| `(--[\w-]+)`', (chain['folder'] / name).read_text())
+        assert len(rows) > 2 and set(rows) <= {*map(str, given)}, name
 
 
 def test_a_report_before_and_without_any_score(tmp_path):
@@ -392,10 +406,19 @@ def test_settings_as_options(line):
 
 def test_a_command_is_named_as_it_was_reached(tmp_path, monkeypatch):
     file = tmp_path / 'two words.onnx'
-    tree = {'qat.py': '', f'{TREE}/segment/qat_seg.py': f'{TREE}/', 'elsewhere/own.py': ''}
-    for typed, folder in tree.items():
+    reached = [  # current folder, typed, folder in the command
+        (REPO, 'qat.py', ''),
+        (REPO, f'{TREE}/segment/qat_seg.py', f'{TREE}/'),
+        (REPO, 'elsewhere/own.py', ''),
+        (TREE, f'{TREE}/scripts/../export_qat.py', ''),  # as scripts/val_trt.sh types it
+        (TREE, 'scripts/audit_onnx.py', ''),
+        (TREE / 'scripts', 'audit_onnx.py', '../'),
+        (TREE / 'scripts', '../qat.py', '../'),
+    ]
+    for here, typed, folder in reached:
+        monkeypatch.chdir(here)
         monkeypatch.setattr(sys, 'orig_argv', ['python', '-u', typed, '--weights', 'x.pt'])
-        assert command('val_trt.py', '--weights', file) == f"python {folder}val_trt.py --weights '{file}'"
+        assert command('val_trt.py', '--weights', file) == f"python {folder}val_trt.py --weights '{file}'", typed
         assert command('val_trt.py', Path('-x.onnx')).endswith('val_trt.py ./-x.onnx'), 'no option'
 
 

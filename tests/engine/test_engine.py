@@ -25,8 +25,8 @@ from utils.qat.core.errors import QatError
 from utils.qat.core.files import sha256
 from utils.qat.engine.api import VERSIONS, version_in, version_of
 from utils.qat.engine.build import EngineFromOnnx
-from utils.qat.engine.side_by_side import build_engines, jobs_here
 from utils.qat.engine.plan import Plan
+from utils.qat.engine.side_by_side import build_engines, jobs_here
 from utils.qat.engine.sidecar import read_sidecar, require_fit, sidecar_of, write_sidecar
 from utils.qat.engine.trtexec import arguments, build_with_trtexec
 from utils.qat.graph.half import to_half

@@ -124,6 +124,8 @@ def test_swapping_models_swaps_the_sign():
     forth, back = difference(one, other), difference(other, one)
     for a, b in ((forth, back), (forth['mask'], back['mask'])):
         assert a['difference'] == -b['difference'] < 0 and 0 < a['chance'] == pytest.approx(b['chance'])
+    boxes = {key: pytest.approx(forth[key]) for key in ('difference', 'chance')}
+    assert difference(one, other[:, :1]) == boxes, 'one has no masks'
 
 
 def test_one_image_tells_nothing():

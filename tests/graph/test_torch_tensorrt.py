@@ -232,6 +232,15 @@ def test_an_installation_that_does_not_work_says_what_to_do(tmp_path, monkeypatc
         torch_tensorrt.load_torch_tensorrt(torch.device(device))
 
 
+@pytest.mark.parametrize(
+    'installed, wanted', [('2.9.1', '2.10'), ('2.10.0+cu130', '2.10'), ('2.14.1', '2.14'), ('2.15.0', '2.14')]
+)
+def test_the_named_torch_tensorrt_exists(installed, wanted):
+    said = torch_tensorrt.how_to_get(installed)
+    assert f"'torch-tensorrt=={wanted}.*'" in said
+    assert (f'brings torch {wanted}' in said) != installed.startswith(f'{wanted}.'), 'another torch is said'
+
+
 @pytest.mark.skipif(find_spec('torch_tensorrt') is not None, reason='torch_tensorrt is installed')
 def test_without_torch_tensorrt(small):
     said = command('export_qat.py', '--weights', small.quantized, '--include', 'torch_tensorrt', code=2)

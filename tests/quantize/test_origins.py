@@ -2,13 +2,15 @@
 
 import os
 import random
+import re
 import sys
 from pathlib import Path
 
 import pytest
 import torch
 import yaml
-from faults import pickle_in, with_pickle
+from faults import pickle_in, sampled, with_pickle
+from fresh import fresh
 from mutations import damage
 from origins import gelan, mit_state, ultralytics_file
 from zoo import command, image, load_any, load_dual_or_float, load_quantized, output, same, state
@@ -28,6 +30,36 @@ def randomize(model):
             tensor.normal_(0, 0.1)
         elif name.endswith(('running_var', 'bn.weight')):
             tensor.uniform_(0.8, 1.2)
+
+
+def calibrated(file, data):
+    """The INT8 checkpoint that `quantize` makes of a file of ten classes, in a folder beside it."""
+    run = ('--epochs', 0, '--imgsz', 64, '--calib-images', 4, '--batch-size', 4, '--workers', 0, '--device', 'cpu')
+    command('qat.py', 'quantize', '--weights', file, '--data', data, *run, '--project', file.parent)
+    return file.parent / 'exp/weights/best.pt'
+
+
+def lightning_file(path, model):
+    """Write a model as MultimediaTechLab/YOLO's trainer does."""
+    torch.save({'state_dict': {f'ema.model.{k}': v for k, v in mit_state(model).items()}}, path)
+
+
+FILES = {  # head of upstream's model → file of another training
+    'ultralytics': ({'head': 'Detect'}, ultralytics_file),
+    'ultralytics, depthwise': ({'head': 'Detect', 'depthwise': True}, ultralytics_file),
+    'mit': ({'head': 'DDetect'}, lambda path, model: torch.save(mit_state(model), path)),
+    'mit, lightning': ({'head': 'DDetect'}, lightning_file),
+}
+
+
+@pytest.mark.parametrize('origin', sampled(FILES, 2))
+def test_upstreams_programs_run_the_int8_checkpoint(origin, small, tmp_path):
+    (head, write), file = FILES[origin], tmp_path / 'best.pt'
+    write(file, gelan('t', 10, **head))
+    weights = '--weights', calibrated(file, small.data), '--img', 64, '--device', 'cpu', '--project', tmp_path
+    on_data = '--data', small.data, '--batch', 4, '--workers', 0
+    assert re.search(r'(?m)^ +all +\d+ +\d+ ', fresh('val.py', *weights, *on_data))
+    fresh('detect.py', *weights, '--source', small.data.parent / 'images/val', '--nosave')
 
 
 # ---- Ultralytics
@@ -54,10 +86,7 @@ def test_a_depthwise_class_branch_comes_along(tmp_path):
 
 
 def test_from_a_checkpoint_of_ultralytics_to_an_onnx_file(small, tmp_path):
-    ultralytics_file(tmp_path / 'best.pt', gelan('t', 10, 'Detect', depthwise=True))
-    run = ('--epochs', 0, '--data', small.data, '--imgsz', 64, '--calib-images', 4, '--batch-size', 4, '--workers', 0)
-    command('qat.py', 'quantize', '--weights', tmp_path / 'best.pt', *run, '--project', tmp_path, '--device', 'cpu')
-    (made,) = (tmp_path / 'exp' / 'weights').glob('ptq*.pt')
+    made = calibrated(ultralytics_file(tmp_path / 'best.pt', gelan('t', 10, 'Detect', depthwise=True)), small.data)
     command('export_qat.py', '--weights', made, '--include', 'onnx', '--simplify')
     assert load_any(made.with_suffix('.pt'))[1]['recipe'] and made.with_suffix('.onnx').is_file()
     said = command('reparameterization.py', '--weights', tmp_path / 'best.pt', code=2)
@@ -107,10 +136,7 @@ def test_classes_without_names_get_those_of_the_data(small, tmp_path):
     data = yaml.safe_load(small.data.read_text())
     named = small.data.with_name('named.yaml')
     named.write_text(yaml.safe_dump({**data, 'names': [f'called {i}' for i in range(10)]}))
-    run = ('--epochs', 0, '--imgsz', 64, '--calib-images', 4, '--batch-size', 4, '--workers', 0, '--project', tmp_path)
-    command('qat.py', 'quantize', '--weights', tmp_path / 'v9-t.pt', '--data', named, *run, '--device', 'cpu')
-    (made,) = (tmp_path / 'exp' / 'weights').glob('ptq*.pt')
-    assert load_quantized(made)[0].names == {i: f'called {i}' for i in range(10)}
+    assert load_quantized(calibrated(tmp_path / 'v9-t.pt', named))[0].names == {i: f'called {i}' for i in range(10)}
 
 
 @pytest.mark.parametrize('size', 'tsmc')

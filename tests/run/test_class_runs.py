@@ -134,6 +134,11 @@ def test_the_exported_file_scores_as_the_checkpoint(job, best):
     scored = command('qat.py', 'eval', '--weights', file, *against, *common, '--name', 'eval')
     metrics = read(job / 'eval' / 'metrics.json')
     assert metrics['top1'] == theirs.top1 and metrics['agreement'] > 0.9 and '| agreement |' in scored
+    several = command('qat.py', 'eval', '--weights', job / 'resnet18.pt', best, file, *common, '--name', 'several')
+    table = re.findall(r'(?m)^\| (?:model|resnet18|best|qat_best).*$', several)[-6:]
+    assert table[0].split()[1:8:2] == ['model', 'top-1', 'top-5', 'mean'] and sum('±' in row for row in table) == 2
+    assert {*table} <= {*(job / 'several/report.md').read_text().splitlines()}
+    speaks_of_classes(job / 'several', several)
     compared = command('compare_outputs.py', job / 'resnet18.pt', best, file, *common, '--name', 'compared')
     assert 'the best class is the same in' in compared and 'top-1' in compared
     speaks_of_classes(job / 'eval', scored)

@@ -1,6 +1,7 @@
 """Segmentation end to end on the trained demo: each command, its files, and equal figures from all."""
 
 import json
+import re
 from dataclasses import replace
 
 import onnx
@@ -135,6 +136,17 @@ def test_eval_of_checkpoint_and_file_and_val_trt(run, demo_seg, tmp_path):
     verified = read(best.with_suffix('.verify.json'))
     assert verified['matched_mask'] > 0.9 and abs(verified['mask_ap_difference']) < 0.02
     assert verified['coefficients']['mean'] < 1 and verified['prototypes']['mean'] < 1
+
+
+def test_a_segmentation_model_beside_a_detector(demo_seg, small, tmp_path):
+    files = demo_seg.single, demo_seg.quantized, small.quantized
+    said = command('qat.py', 'eval', '--weights', *files, '--data', demo_seg.data, *QUICK, '--project', tmp_path)
+    report, (first, *others) = (tmp_path / 'exp/report.md').read_text(), read(tmp_path / 'exp/metrics.json')['models']
+    rows = re.findall(r'(?m)^\| .*\.pt - .*$', said)
+    assert len(rows) == 2 and all(row in report for row in rows) and 'mask AP50' in report
+    assert [len(re.findall(r' - (?=\|)', row)) for row in rows] == [0, 4], 'a detector has no mask AP'
+    masks = [other['against_first'].get('mask') for other in others]
+    assert masks[0]['difference'] == pytest.approx(others[0]['mask']['ap'] - first['mask']['ap']) and masks[1] is None
 
 
 def test_sensitive_and_what_quantize_chooses_by_it(demo_seg, tmp_path):

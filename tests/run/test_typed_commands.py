@@ -269,6 +269,15 @@ def test_several_files_are_scored_and_compared_with_the_first(small, exported, t
     assert f'{gains[1]:+.2f} ± ' in table[4] and f'{gains[2]:+.2f} ± ' in table[5]
     assert 'padded rectangles' in table[1] and f'rectangles of {HEIGHT} x {WIDTH}' in table[2]
     assert [m['settings']['imgsz'] for m in scores] == [[640, 640], [HEIGHT, WIDTH], [128, 128]], 'as each file says'
+    report, together = (tmp_path / 'exp/report.md').read_text(), content(tmp_path / 'exp', 'metrics.json')
+    assert {*table} <= {*report.splitlines()} and f'--weights {shlex.join(map(str, files))} ' in report
+    assert all(f'](../{folder.name}/report.md)' in report for folder in folders)
+    models, plain = together['models'], scores[0].keys() & together['models'][0].keys()
+    assert all({key: m[key] for key in plain} == {key: s[key] for key in plain} for m, s in zip(models, scores))
+    assert {'ap', 'ap50', 'precision', 'recall', 'per_class', 'seen', 'times'} <= plain
+    for model, gain, row in zip(models[1:], gains[1:], table[4:]):
+        found = model['against_first']
+        assert 100 * found['difference'] == pytest.approx(gain) and f' ± {100 * found["chance"]:.2f} ' in row
     logs = [(folder / 'log.txt').read_text() for folder in folders]
     assert all(str(file) in log for file, log in zip(files, logs)) and str(files[2]) not in logs[0]
     out = command('val_trt.py', '--weights', files[1], *common, '--name', 'trt')
@@ -282,10 +291,16 @@ def test_files_of_one_name_get_folders_with_the_names_of_their_runs(small, tmp_p
         shutil.copy(small.single, file)
     words = '--weights', *files, '--data', small.data, '--imgsz', 64, *QUICK, '--project', tmp_path / 'eval'
     command('qat.py', 'eval', *words)
-    assert sorted(f.name for f in (tmp_path / 'eval').iterdir()) == ['exp-a-best.pt', 'exp-b-best.pt', 'exp-float.pt']
+    made = ['exp', 'exp-a-best.pt', 'exp-b-best.pt', 'exp-float.pt']
+    assert sorted(f.name for f in (tmp_path / 'eval').iterdir()) == made
     command('qat.py', 'eval', *words, '--exist-ok')
+    assert sorted(f.name for f in (tmp_path / 'eval').iterdir()) == made
     said = command('qat.py', 'eval', *words, '--weights', files[0], files[0], '--exist-ok', code=2)
     assert 'several files are called a-best.pt' in said
+    (tmp_path / 'broken.pt').write_text('no checkpoint')
+    command('qat.py', 'eval', *words, '--weights', *files[:2], tmp_path / 'broken.pt', '--name', 'cut', code=2)
+    report = (tmp_path / 'eval/cut/report.md').read_text()
+    assert f'{files[1]} - {files[0]}, points' in report, 'of the files before one that does not fit'
 
 
 def test_an_ap_that_compares_with_no_other_is_said_to_be_so(small, tmp_path):

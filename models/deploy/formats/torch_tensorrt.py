@@ -28,8 +28,18 @@ from utils.qat.engine.api import load_tensorrt, product
 from utils.qat.engine.sidecar import sidecar_of, write_entries
 
 FLAG = '--include torch_tensorrt'
-OLDEST = 2, 10
+OLDEST, NEWEST = (2, 10), (2, 14)  # torch-tensorrt; each needs the torch of its own number
 MIB = 1 << 20
+
+
+def how_to_get(torch_version: str) -> str:
+    """Return the command that installs Torch-TensorRT for a torch, or with the nearest torch that has one."""
+    own = tuple(map(int, torch_version.split('.')[:2]))
+    oldest, fitting, newest = ('{}.{}'.format(*v) for v in (OLDEST, min(max(own, OLDEST), NEWEST), NEWEST))
+    get = f"pip install 'torch-tensorrt=={fitting}.*' torchvision nvidia-modelopt huggingface_hub ninja"
+    if OLDEST <= own <= NEWEST:
+        return f'{get} (each torch has a torch-tensorrt of its own)'
+    return f'Torch-TensorRT takes torch {oldest} to {newest}, and this is torch {torch_version}: {get} (brings torch {fitting})'
 
 
 def load_torch_tensorrt(device: torch.device) -> ModuleType:
@@ -37,12 +47,11 @@ def load_torch_tensorrt(device: torch.device) -> ModuleType:
 
     Raises QatError if a package, the GPU or the CUDA compiler is missing, or Torch-TensorRT is older than OLDEST.
     """
-    own = '.'.join(torch.__version__.split('.')[:2])
-    get = f"pip install 'torch-tensorrt=={own}.*' nvidia-modelopt huggingface_hub ninja"
+    get = how_to_get(torch.__version__)
     missing = [name for name in ('torch_tensorrt', 'modelopt', 'huggingface_hub') if find_spec(name) is None]
     if missing:
         raise QatError(
-            f'{FLAG}: no package {", ".join(missing)} here; {get} (each torch has a torch-tensorrt of its own). Without it: --include onnx, then scripts/generate_trt_engine.sh'
+            f'{FLAG}: no package {", ".join(missing)} here; {get}. Without it: --include onnx, then scripts/generate_trt_engine.sh'
         )
     if device.type != 'cuda':
         # import torch_tensorrt fails too: _utils.is_tegra_platform (2.14.0) asks the driver

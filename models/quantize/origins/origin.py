@@ -66,6 +66,7 @@ class Origin(ABC):
         self.fit_head(model.model[-1], _tensors_of(model.model[-1], weights.tensors))
         yolo.initialize_weights(model)  # settings of the batch norms
         model.load_state_dict(weights.tensors)
+        model.nc = model.yaml['nc']  # upstream's train.py sets it, val.py reads it
         if weights.names is not None:
             model.names = weights.names
         return model

@@ -45,6 +45,12 @@ class ModelConfig(FolderConfig, LoaderConfig):
     )
     _: KW_ONLY
     only_task: str | None = None  # refuse models of other tasks; a key of TASKS
+    decided: tuple[str, ...] = ()  # settings that nobody typed: the model or the device decided them
+
+    def decide(self, **values: Any) -> Any:
+        """Give settings that are None their values, and note their names in `decided`."""
+        missing = {name: value for name, value in values.items() if getattr(self, name) is None}
+        return replace(self, **missing, decided=(*self.decided, *missing))
 
     @property
     def data_file(self) -> Path:
@@ -79,7 +85,7 @@ class ModelConfig(FolderConfig, LoaderConfig):
             )
         imgsz = model.imgsz or self.imgsz or model.quantized_for or model.task.imgsz
         require_multiples(imgsz, model.stride)
-        return replace(self, imgsz=imgsz)
+        return self.decide(imgsz=imgsz)
 
 
 @dataclass(frozen=True)
@@ -305,9 +311,9 @@ class QuantizeConfig(CalibrationConfig):
 
         Raises QatError for --compile and FP16 without CUDA.
         """
-        config = replace(self, amp=self.precision(device))
+        config = self.decide(amp=self.precision(device))
         if device == 'cuda':
-            return replace(config, compile=self.compile is not False)
+            return config.decide(compile=True)
         again = 'leave out' if not config.resume else 'start another run without'
         if config.compile:
             raise QatError(f'--compile: records a CUDA graph, and the device is {device}; {again} --compile')

@@ -241,10 +241,14 @@ def help_of(field: Field, option: Option) -> str:
 
 
 def unlike_defaults(settings: Mapping[str, Any], kind: type[Settings]) -> dict[str, tuple[Any, Any]]:
-    """Find the typed settings that differ from their defaults in `kind`: name → (value, default or None), plain."""
+    """Find the typed settings that differ from their defaults in `kind`: name → (value, default or None), plain.
+
+    Settings named in settings['decided'] were not typed.
+    """
+    unnamed = {*UNNAMED, *settings.get('decided', ())}
     defaults = {f.name: None if f.default is MISSING else f.default for f in fields(kind) if option_of(kind, f.name)}
     pairs = {name: (plain(settings[name]), plain(default)) for name, default in defaults.items() if name in settings}
-    return {name: pair for name, pair in pairs.items() if pair[0] != pair[1] and name not in UNNAMED}
+    return {name: pair for name, pair in pairs.items() if pair[0] != pair[1] and name not in unnamed}
 
 
 def typed_words(settings: Mapping[str, Any], kind: type[Settings]) -> list[str]:

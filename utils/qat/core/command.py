@@ -190,9 +190,11 @@ def explain_out_of_memory(batch_size: int) -> Iterator[None]:
 def command(file: str | Path, *words: object) -> str:
     """Make the command `python FILE WORDS...` for the current folder; `file` is from the root of the toolkit."""
     # orig_argv, because a launcher changes sys.argv
-    here = Path(next((word for word in sys.orig_argv[1:] if word.endswith('.py')), '')).parent
+    started = next((word for word in sys.orig_argv[1:] if word.endswith('.py')), '')
+    here = Path(os.path.abspath(os.path.dirname(started)))
     root = here.parent if here.name in ('scripts', 'segment', 'classify') else here
-    file = root / file if (root / file).is_file() else file
+    if (root / file).is_file():
+        file = min(os.path.relpath(root / file), str(root / file), key=len)
     typed = (
         f'./{word}' if isinstance(word, Path) and str(word).startswith('-') else str(word) for word in (file, *words)
     )

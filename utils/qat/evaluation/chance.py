@@ -89,7 +89,7 @@ def difference(before: np.ndarray, after: np.ndarray) -> dict[str, Any]:
     Returns {'difference', 'chance'} of boxes, in AP (0..1); 'chance' is half the width of the interval. With masks also {'mask': the
     same of masks}.
     """
-    gain = after - before
+    gain = after[:, : before.shape[1]] - before[:, : after.shape[1]]  # one may have no masks
     chance = CERTAIN * gain[1:].std(0) if len(gain) > 1 else np.ones(gain.shape[1])  # from one image nothing is known
     boxes, *masks = ({'difference': float(d), 'chance': float(c)} for d, c in zip(gain[0], chance))
     return {**boxes, **({'mask': masks[0]} if masks else {})}

@@ -8,17 +8,17 @@ from typing import Any
 import torch
 
 from utils.qat.backends.file_model import FileModel
-from utils.qat.config.qat import EvalConfig
-from utils.qat.config.settings import closing
+from utils.qat.config.qat import EvalConfig, FileEvalConfig
+from utils.qat.config.settings import closing, typed_words
 from utils.qat.config.tables import TARGETS, backends_for
-from utils.qat.core.command import command, explain_out_of_memory, export_command, typed_sides
+from utils.qat.core.command import command, explain_out_of_memory, export_command, repeated, typed_sides
 from utils.qat.core.distributed import from_first, join, on_first, rank, world_size
 from utils.qat.core.errors import QatError
 from utils.qat.core.files import distinct_names, write_document, write_json
 from utils.qat.core.log import LOGGER, RESULT, bar, finish, log_to
 from utils.qat.core.machine import describe, machine, machine_table, select_device, versions
 from utils.qat.core.run_folder import run_folder
-from utils.qat.core.text import escaped, image, markdown_table
+from utils.qat.core.text import code, escaped, image, link, markdown_table
 from utils.qat.data.loaders import Loaders
 from utils.qat.evaluation.chance import EXPLAINED, difference, in_words, plus_minus
 from utils.qat.evaluation.classes import ClassMetrics, distance
@@ -35,6 +35,7 @@ class Score:
     """The metrics of a file, and of its baseline on the same images; with a baseline both have resamples."""
 
     config: EvalConfig
+    folder: Path  # of its report
     device: torch.device
     seen: str  # preparation of the images, in words
     metrics: Any  # Metrics or ClassMetrics
@@ -45,6 +46,10 @@ class Score:
         if isinstance(self.metrics, ClassMetrics) and isinstance(self.baseline, ClassMetrics):
             return {**self.metrics.plain(), **distance(self.metrics.scores, self.baseline.scores)}
         return self.metrics.plain()
+
+    def record(self) -> dict[str, Any]:
+        """Return the plain metrics with the preparation of the images and the times, as JSON has them."""
+        return {'seen': self.seen, **self.plain(), 'times': {'ms_per_image': self.metrics.ms_per_image}}
 
     def beside_baseline(self) -> dict[str, Any]:
         """Return plain metrics by the names of their files, those of the baseline first."""
@@ -58,13 +63,12 @@ class Score:
         return difference(self.baseline.resampled, self.metrics.resampled)
 
 
-def several_table(scores: Sequence[Score]) -> str:
-    """Format the metrics of several files on the same images as a Markdown table, with differences from the first."""
-    names, first = distinct_names([score.config.weights for score in scores]), scores[0].metrics
+def names_of(scores: Sequence[Score]) -> list[str]:
+    """Name the files of scores, with the preparation of their images where it differs."""
+    names = distinct_names([score.config.weights for score in scores])
     if len({score.seen for score in scores}) > 1:
         names = [f'{name}, {score.seen}' for name, score in zip(names, scores)]
-    chances = [plus_minus(difference(first.resampled, score.metrics.resampled)) for score in scores[1:]]
-    return models_table(names, [score.metrics.plain() for score in scores], chances)
+    return names
 
 
 def tables(score: Score) -> list[str]:
@@ -82,66 +86,98 @@ def tables(score: Score) -> list[str]:
     return [*compared, class_table(plain), *of_coco]
 
 
-def write_scores(folder: Path, score: Score, following: str) -> None:
-    """Write metrics.json, report.md and classes.png into `folder`."""
-    config, device, metrics = score.config, score.device, score.metrics
-    here, plain, against = machine(device), score.plain(), {}
+def write_scores(score: Score, following: str) -> None:
+    """Write the report of a file, see `_write_report`. following: the next command."""
+    content = score.record()
     if score.baseline:
-        against = {'baseline': score.baseline.plain(), 'against_baseline': score.against_baseline()}
-    write_json(
-        folder / 'metrics.json',
-        {
-            'settings': asdict(config),
-            'versions': versions(),
-            'device': describe(device),
-            'seen': score.seen,
-            'machine': here,
-            **plain,
-            **against,
-            'times': {'ms_per_image': metrics.ms_per_image},
-        },
-    )
+        content |= {'baseline': score.baseline.plain(), 'against_baseline': score.against_baseline()}
+    settings, models = asdict(score.config), score.beside_baseline()
+    _write_report(score.folder, [score], settings, content, models, tables(score), following)
+
+
+def write_several(folder: Path, scores: Sequence[Score], config: EvalConfig) -> str:
+    """Write the report of several files on the same images, see `_write_report`, and return its table.
+
+    The table has the metrics of each file, and the differences from the first. config: of the first, as typed.
+    """
+    names, first = names_of(scores), scores[0].metrics
+    models = {score.folder.name.removeprefix(f'{folder.name}-'): score.plain() for score in scores}
+    against = [None, *(difference(first.resampled, score.metrics.resampled) for score in scores[1:])]
+    table = models_table(names, [*models.values()], [plus_minus(found) for found in against[1:]])
+    records = [{'model': s.config.weights, **s.record(), 'against_first': d} for s, d in zip(scores, against)]
+    settings = {**asdict(config), 'weights': [score.config.weights for score in scores]}
+    links = ', '.join(link(f'../{score.folder.name}/report.md') for score in scores)
+    parts = table, f'({EXPLAINED}.)', f'By class: {links}'
+    _write_report(folder, scores, settings, {'models': records}, models, parts)
+    return table
+
+
+def _write_report(
+    folder: Path,
+    scores: Sequence[Score],
+    settings: dict[str, Any],
+    content: dict[str, Any],
+    models: dict[str, dict[str, Any]],
+    parts: Sequence[str],
+    following: str | None = None,
+) -> None:
+    """Write metrics.json with `content`, report.md with `parts`, and classes.png of the plain metrics in `models` into `folder`."""
+    first, kind, plain = scores[0], type(scores[0].config), scores[0].plain()
+    here, seen, device = machine(first.device), {score.seen for score in scores}, describe(first.device)
+    head = {'settings': settings, 'versions': versions(), 'device': device, 'machine': here}
+    write_json(folder / 'metrics.json', {**head, **content})
+    images = f'{plain["images"]} images{f" {first.seen}" if len(seen) == 1 else ""}'
     objects = f', with {plain["instances"]} objects' if 'instances' in plain else ''
     pictures = []
-    if metrics.per_class:  # empty if no detection is correct
-        plot_classes(folder / 'classes.png', score.beside_baseline())
+    if any(found['per_class'] for found in models.values()):  # else no detection is correct
+        plot_classes(folder / 'classes.png', models)
         pictures.append(image(f'{merit_title(plain)} of each class', 'classes.png'))
+    times = [(name, *score.metrics.ms_per_image.values()) for name, score in zip(names_of(scores), scores)]
+    program = ('val_trt.py',) if kind is FileEvalConfig else ('qat.py', 'eval')
     write_document(
         folder / 'report.md',
-        f'{config.weights.name} on {config.data.name}',
+        f'{", ".join(score.config.weights.name for score in scores)} on {first.config.data.name}',
         [
-            escaped(f'{metrics.images} images {score.seen}{objects}. Computed on {describe(device)}.'),
-            *tables(score),
+            escaped(f'{images}{objects}. Computed on {device}.'),
+            *parts,
             *pictures,
             '## Times',
-            markdown_table(('step', 'ms per image'), metrics.ms_per_image.items()),
+            markdown_table(('ms per image', *first.metrics.ms_per_image), times),
             '## Machine',
             machine_table(here),
-            *closing(asdict(config), type(config), versions(), following),
+            '## Made by',
+            code(repeated(*program, *typed_words(settings, kind))),
+            *closing(settings, kind, versions(), following),
         ],
     )
 
 
 def score_files(configs: Sequence[EvalConfig], load_model: Callable[[Path, torch.device, str | None], Any]) -> None:
-    """Score files one after the other, each in its own folder; a table compares several with the first.
+    """Score files one after the other, each in its own folder; a report of all compares several with the first.
 
     `load_model` makes a model, see file_model.py, from file, device and backend. If a file does not fit the settings or the
     data, the scores of the files before it stay.
     """
     torch.backends.cudnn.allow_tf32 = False  # its 10-bit mantissa is coarser than the INT8 grid
-    scores: list[Score] = []
-    try:
-        for config in _apart(configs):
-            scores.append(score_file(config, load_model, resample=bool(config.baseline) or len(configs) > 1))
-    finally:  # also for the files before one that does not fit
-        if len(scores) > 1:
-            LOGGER.log(RESULT, f'\n{several_table(scores)}\n')
-
-
-def _apart(configs: Sequence[EvalConfig]) -> Sequence[EvalConfig]:
-    """Assign a folder to each of several files: NAME-FILE, or NAME-RUN-FILE where several runs have a file of this name."""
     if len(configs) == 1:
-        return configs
+        score_file(configs[0], load_model, resample=bool(configs[0].baseline))
+        return
+    scores: list[Score] = []
+    with run_folder(configs[0]) as folder:
+        try:
+            for config in _apart(configs, folder):
+                scores.append(score_file(config, load_model, resample=True))
+        finally:  # also for the files before one that does not fit
+            if folder and len(scores) > 1:
+                LOGGER.log(RESULT, f'\n{write_several(folder, scores, configs[0])}\n')
+                finish(report=folder / 'report.md')
+
+
+def _apart(configs: Sequence[EvalConfig], folder: Path | None) -> Sequence[EvalConfig]:
+    """Assign a folder to each of several files: NAME-FILE, or NAME-RUN-FILE where several runs have a file of this name.
+
+    NAME is that of their common folder; only the first process has it, and makes folders.
+    """
     names = [config.weights.name for config in configs]
     paths = [config.weights.absolute() for config in configs]
     runs = [path.parent.parent.name if path.parent.name == 'weights' else path.parent.name for path in paths]
@@ -149,7 +185,8 @@ def _apart(configs: Sequence[EvalConfig]) -> Sequence[EvalConfig]:
     twice = [name for name in names if names.count(name) > 1]
     if twice and configs[0].exist_ok:
         raise QatError(f'--weights: several files are called {twice[0]}, which share a folder; leave --exist-ok out')
-    return [replace(config, name=f'{config.name}-{name}') for config, name in zip(configs, names)]
+    common = folder.name if folder else configs[0].name
+    return [replace(config, name=f'{common}-{name}') for config, name in zip(configs, names)]
 
 
 def score_file(
@@ -189,7 +226,7 @@ def score_file(
         predictions = folder / 'predictions.json' if config.save_json else None
         metrics = scored(predict, 'evaluating', annotations=data.annotations, predictions_file=predictions)
         before = scored(baseline, 'evaluating the baseline') if baseline else None
-        score = Score(config, device, seen, metrics, before)
+        score = Score(config, folder, device, seen, metrics, before)
         if exported:
             from utils.qat.engine.next_step import after_scoring  # here, because a checkpoint needs no engine
 
@@ -202,7 +239,7 @@ def score_file(
             following = command(
                 'qat.py', 'quantize', '--weights', config.weights, '--data', config.data, '--imgsz', *size
             )
-        on_first(write_scores)(folder, score, following)
+        on_first(write_scores)(score, following)
     LOGGER.info('  '.join(f'{k} {v} ms' for k, v in metrics.ms_per_image.items()) + ' per image')
     for line in predict.notes if exported else ():
         LOGGER.log(RESULT, line)

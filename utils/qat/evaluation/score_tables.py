@@ -99,7 +99,7 @@ def plot_classes(path: Path, models: dict[str, dict[str, Any]]) -> None:
     of = {'boxes': 'AP of boxes (IoU 0.50:0.95)', 'masks': 'AP of masks (IoU 0.50:0.95)', 'classes': 'top-1 accuracy'}
     whole = 'boxes' if key == 'ap' else 'classes'
     parts = {whole: lambda row: row.get(key)}
-    if any('mask' in metrics for metrics in models.values()):
+    if all('mask' in metrics for metrics in models.values()):
         parts['masks'] = lambda row: (row.get('mask') or {}).get('ap')
     # of the last model that has the class
     ap_of = {row['name']: row.get(key) or 0 for metrics in models.values() for row in metrics['per_class']}
@@ -122,7 +122,7 @@ def plot_classes(path: Path, models: dict[str, dict[str, Any]]) -> None:
             axes.axvline(mean, linestyle='--', color=f'C{i}', linewidth=1)
         axes.set(xlim=(0, 1), xlabel=f'{of[part]}; dashed: {"mean" if key == "ap" else "all images"}')
         small = {'frameon': False, 'fontsize': 8, 'handlelength': 1, 'columnspacing': 1}
-        axes.legend(loc='lower left', bbox_to_anchor=(-0.1, 1), ncols=len(models), **small)
+        axes.legend(loc='lower left', bbox_to_anchor=(-0.1, 1), ncols=min(3, len(models)), **small)
         panel = [axes]
         if others:
             panel.append(next(row_of_axes))

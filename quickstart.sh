@@ -105,7 +105,7 @@ step "Score it on square images, as a deployed model sees them: PyTorch and ONNX
     $OUT/eval-yolov9-$NAME.xml \
     python qat.py eval --weights $BEST.pt $BEST.onnx $BEST.xml $MODEL.xml "${DATA[@]}" --square --project $OUT --name eval --exist-ok
 step "Measure the speed of INT8 and float in OpenVINO" $OUT/speed \
-    python benchmark_trt.py $MODEL.onnx $BEST.onnx --backend openvino --device cpu --batch 1 --imgsz "$SIZE" --warmup 500ms --duration 1 \
+    python benchmark_trt.py $MODEL.xml $BEST.xml --backend openvino --device cpu --batch 1 --imgsz "$SIZE" --warmup 500ms --duration 1 \
     --project $OUT --name speed
 
 say "Result (this run of the job took $((SECONDS - START)) s)"

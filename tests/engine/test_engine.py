@@ -259,7 +259,7 @@ def test_engines_side_by_side(rtx, tmp_path):
     for name, model in (('good', FILES['int8']), ('bad', UNKNOWN_OP), ('other', FILES['float'])):
         onnx.save(model, tmp_path / f'{name}.onnx')
         configs.append(BuildConfig(tmp_path / f'{name}.onnx', backend='rtx'))
-    failed = build_engines(configs, 2)
+    failed = build_engines(configs, 2, torch.device('cpu'))
     assert list(failed) == [configs[1].engine] and 'NoSuchOp' in failed[configs[1].engine]
     assert [config.engine.exists() for config in configs] == [True, False, True]
 

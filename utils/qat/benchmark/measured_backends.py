@@ -62,7 +62,9 @@ def build_missing(measurements: Sequence[Measurement], conditions: Conditions) -
         and not _fits(config.engine, config.backend, config.workspace, conditions.device)
     }
     if missing:
-        conditions.failed.update(build_engines(list(missing.values()), jobs_here(conditions.config.jobs)))
+        conditions.failed.update(
+            build_engines(list(missing.values()), jobs_here(conditions.config.jobs), conditions.device)
+        )
 
 
 def engine_of(measurement: Measurement, conditions: Conditions) -> BuildConfig | None:

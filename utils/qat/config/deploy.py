@@ -25,7 +25,7 @@ PRECISIONS = ('auto', 'fp32', 'fp16', 'int8')  # of an engine that is built
 MEASURED = ('fp32', 'bf16', 'fp16', 'int8')  # of a benchmark
 WORKSPACE = 4096  # MiB. Fixed, so that a build does not depend on the free memory
 MEMORY = Range(1, words='be 1 (MiB) or more')
-JOBS = (None, 'engines that are built at a time; default: 3 for each GPU, one for each CPU core at most')
+JOBS = (None, 'engines that are built at a time; default: 3, or one for each CPU core if there are fewer')
 measurement = partial(option, group='measurement')
 comparison = partial(option, group='comparison')
 

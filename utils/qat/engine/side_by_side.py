@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
+from functools import partial
 from multiprocessing import get_context
 from pathlib import Path
 
@@ -16,27 +17,27 @@ from utils.qat.engine.build import EngineFromOnnx
 
 # On one H100 (TensorRT 10.6) a build takes 5 to 6 minutes alone, 7 to 13 beside two or three others; of 12 at a time none had ended after 18:
 # each times its kernels on the GPU, which the processes share by turns.
-ON_A_GPU = 3
+JOBS = 3
 
 
 def jobs_here(asked: int | None) -> int:
-    """Return the number of builds at a time: as asked, or by the CPU cores and the GPUs that PyTorch sees."""
-    return asked or max(1, min(usable_cores(), ON_A_GPU * torch.cuda.device_count() or ON_A_GPU))
+    """Return the number of builds at a time: as asked, else JOBS, or one for each CPU core if there are fewer."""
+    return asked or min(usable_cores(), JOBS)
 
 
-def build_engines(configs: Sequence[BuildConfig], jobs: int) -> dict[Path, str]:
-    """Build engines, `jobs` at a time, each in a process of its own. Returns engine → reason for those that failed."""
+def build_engines(configs: Sequence[BuildConfig], jobs: int, device: torch.device) -> dict[Path, str]:
+    """Build engines on a device, `jobs` at a time, each in a process of its own. Returns engine → reason for those that failed."""
     with ThreadPoolExecutor(jobs) as pool:
-        failed = pool.map(_failure, configs)
+        failed = pool.map(partial(_failure, device), configs)
         return {config.engine: why for config, why in zip(configs, failed) if why}
 
 
-def _failure(config: BuildConfig) -> str:
+def _failure(device: torch.device, config: BuildConfig) -> str:
     """Build an engine in a process of its own; return why it failed, or ''."""
     LOGGER.info(f'building {config.engine}')
     try:
         with ProcessPoolExecutor(1, get_context('spawn')) as process:
-            process.submit(_build, config).result()
+            process.submit(_build, device, config).result()
     except QatError as e:
         return str(e)
     except BrokenProcessPool:
@@ -44,5 +45,7 @@ def _failure(config: BuildConfig) -> str:
     return ''
 
 
-def _build(config: BuildConfig) -> None:
+def _build(device: torch.device, config: BuildConfig) -> None:
+    if device.type == 'cuda':
+        torch.cuda.set_device(device)
     EngineFromOnnx(config).build()

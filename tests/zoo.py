@@ -23,6 +23,7 @@ from models.common import Conv, RepConvN
 from models.yolo import DetectionModel, SegmentationModel
 from utils.loss_tal_dual import ComputeLoss
 
+from models.deploy.agreement import output_differences
 from models.deploy.formats.format import Export, load_format
 from models.deploy.formats.onnx import export_onnx
 from models.quantize import checkpoint
@@ -39,6 +40,7 @@ from utils.qat.core.files import sha256
 from utils.qat.core.log import LOGGER, quiet_upstream
 from utils.qat.data.dataset import load_data
 from utils.qat.data.loaders import Loaders
+from utils.qat.evaluation.chance import boxes_and_masks, difference
 
 torch.set_num_threads(1)  # one worker, one core; and sums come in the same order in every process
 
@@ -135,6 +137,37 @@ def same(first, second):
 def output(model, images):
     """The output of `model` as a list of tensors; the head's cached anchors do not leak into the next call."""
     return tensors(model(images))
+
+
+# Above the share_of_float of any rounding, and below that of the float model. With random last bits in every convolution (2 ** -22 of
+# its largest output, see agreement.py) the demo's segmentation model has 0.66, the detector `small` 0.1; with 4 times as large ones 0.6.
+FLIPS = 0.8
+
+
+def share_of_float(found, wanted, floating):
+    """How far `found` lies from `wanted`, outputs of INT8 models for the same images, as a share of how far the float model's `floating` lie.
+
+    A value between two steps rounds either way, by last bits that are others on each CPU, and one such flip can move an image as far as
+    quantization does. So no limit holds for one image; this is the median over the images, of the part (boxes, scores, ...) where it is largest.
+    The float model itself has 1.
+    """
+
+    def distances(outputs):
+        """For each image, the relative error of each part."""
+        images, right = (zip(*(part.split(1) for part in tensors(each)), strict=True) for each in (outputs, wanted))
+        errors = [output_differences(ours, theirs) for ours, theirs in zip(images, right, strict=True)]
+        return torch.tensor([list(of_image.values()) for of_image in errors])
+
+    return (distances(found) / distances(floating)).median(0).values.max().item()
+
+
+def assert_same_ap(first, second):
+    """Chance explains the difference of AP of two Metrics of the same images (`resample=True`), of masks too.
+
+    Twice the 95 % interval are four standard deviations: one would fail on every twentieth CPU, each of which rounds otherwise.
+    """
+    for found in boxes_and_masks(difference(first.resampled, second.resampled)):
+        assert abs(found['difference']) <= 2 * found['chance'], found
 
 
 def state(model):

@@ -113,10 +113,11 @@ def test_deepstream_files_with_the_best_class_of_each_box(files, evaluated):
 def test_end2end_files_as_they_are(evaluated, tmp_path):
     file = tmp_path / 'end2end.onnx'
     for path, predictions, native in evaluated[:3]:
-        theirs = detect(predictions, (SIZE, SIZE), 0.2, IOU)[0].rows
+        theirs = detect(predictions, (SIZE, SIZE), CONF, IOU, max_det=50)[0].rows
         onnx.save(end2end(theirs), file)
         assert_same(detected(file, path), native(theirs))
-        assert_same(detected(file, path, conf=0.5), native(theirs[theirs[:, 4] > 0.5]))
+        half = theirs[:, 4].median().item()
+        assert_same(detected(file, path, conf=half), native(theirs[theirs[:, 4] > half]))
     onnx.save(end2end(np.zeros((0, 6))), file)
     assert detected(file, evaluated[0][0]).shape == (0, 6)
 
@@ -329,6 +330,16 @@ def test_the_client_of_the_docs_finds_what_the_command_finds(files, evaluated, c
     assert number > 20
 
 
+def class_by_class(predictions):
+    """The detections of the evaluation, whose NMS offsets boxes by class: far from 0 the last bits of an IoU, and a box near the threshold, are lost."""
+    found = []
+    for c in range(predictions.shape[1] - 4):
+        (of_class,) = detect(predictions[:, [*range(4), 4 + c]], (SIZE, SIZE), CONF, IOU)
+        found.append(torch.cat((of_class.rows[:, :5], torch.full((len(of_class.rows), 1), c)), 1))
+    rows = torch.cat(found)
+    return rows[rows[:, 4].argsort(descending=True)]
+
+
 def test_the_steps_of_the_engine_client(evaluated, monkeypatch):
     """Its pixels and detections are those of the evaluation; what only TensorRT can run is below."""
     for name in ('tensorrt', 'cuda', 'cuda.bindings', 'cuda.bindings.runtime'):  # not used here
@@ -341,7 +352,7 @@ def test_the_steps_of_the_engine_client(evaluated, monkeypatch):
         theirs, place = client.letterbox(image, (SIZE, SIZE))
         assert np.array_equal(pixels, theirs[0].numpy()) and gain == place[1][0][0]
         found = engine.read_outputs({'output0': predictions.numpy()}, CONF, IOU)
-        wanted = native(detect(predictions, (SIZE, SIZE), CONF, IOU)[0].rows)
+        wanted = native(class_by_class(predictions))
         h, w = image.shape[:2]
         found[:, :4] = ((found[:, :4] - border) / gain).clip(0, [w, h, w, h])
         assert_same(found, wanted)

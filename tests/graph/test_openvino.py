@@ -6,6 +6,7 @@ demo's trained models: rounding moves the outputs of random weights too far.
 
 import json
 import os
+import platform
 import shutil
 import subprocess
 import sys
@@ -30,10 +31,11 @@ from models.deploy.formats.onnx_end2end import export_end2end
 from models.quantize.checkpoint import CheckpointFile
 from test_targets import exported
 from utils.qat.backends.file_model import FileModel, open_file
-from utils.qat.backends.openvino import OpenVINO
+from utils.qat.backends.openvino import OVERFLOW, OpenVINO
 from utils.qat.benchmark.measured_backends import MeasuredOpenVINO
 from utils.qat.config.export import Nms
 from utils.qat.core.errors import QatError
+from utils.qat.core.machine import instruction_flags
 from utils.qat.graph import passes
 from utils.qat.graph.audit import audit
 from utils.qat.graph.audit_rules import DFL
@@ -118,9 +120,24 @@ def test_it_computes_what_onnx_runtime_computes(task, tmp_path, request):
         export_onnx(model, file, (128, 128))
         session = compiled(file, side=128)
         if session.saturates:
-            pytest.skip('no VNNI')
+            pytest.skip('sums of INT8 products overflow on this CPU')
         figures = output_differences(FileModel(session)(images), open_file(file)(images))
         assert max(figures.values()) < limit, figures
+
+
+@pytest.mark.skipif(platform.machine() not in ('x86_64', 'AMD64'), reason='instruction sets of x86')
+@pytest.mark.parametrize('allowed', ['AVX2', 'ALL'])
+def test_an_export_is_compared_unless_sums_overflow(small, tmp_path, allowed):
+    """Only instructions for INT8 keep sums from overflowing. A variable can forbid them on any CPU."""
+    if allowed == 'ALL' and not instruction_flags():
+        pytest.skip('the system does not tell the instructions of this CPU')
+    shutil.copy(small.quantized, tmp_path / 'model.pt')
+    environment = {**os.environ, 'ONEDNN_MAX_CPU_ISA': allowed}
+    arguments = '--weights', tmp_path / 'model.pt', '--include', 'openvino', '--imgsz', SIDE
+    said = fresh('export_qat.py', *arguments, env=environment)
+    sums_fit = allowed == 'ALL' and {'avx_vnni', 'avx512_vnni', 'amx_int8'} & {*instruction_flags()}
+    assert (OVERFLOW not in said) == ('without a comparison' not in said) == bool(sums_fit)
+    assert (tmp_path / 'model.xml').is_file()
 
 
 def test_batches_and_order_do_not_matter(exports):

@@ -7,6 +7,7 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 from typing_extensions import override
 
@@ -17,7 +18,6 @@ from utils.qat.graph.openvino_model import load_openvino, metadata, one_core, re
 from utils.qat.targets.target import padded_note
 
 if TYPE_CHECKING:
-    import numpy as np
     import openvino
 
 # --precision → INFERENCE_PRECISION_HINT, the type of float layers, and both in words. A layer with Q/DQ is in INT8 anyway. Without
@@ -28,7 +28,10 @@ HINTS = {
     'fp16': ('f16', 'FP16'),
     'int8': ('f32', 'INT8 and FP32'),
 }
-OVERFLOW = 'this CPU has no VNNI: in OpenVINO sums of two INT8 products overflow 16 bits here, which costs AP; use a float file, or ONNX Runtime'
+OVERFLOW = (
+    'in OpenVINO sums of two INT8 products overflow 16 bits here, which costs AP: the CPU has no VNNI, or ONEDNN_MAX_CPU_ISA forbids it; '
+    'use a float file'
+)
 ON_CPU = torch.device('cpu')
 
 
@@ -37,6 +40,22 @@ def float_precisions() -> tuple[str, ...]:
     """Return the keys of HINTS that this CPU has instructions for, INT8 aside."""
     able = one_core().get_property('CPU', 'OPTIMIZATION_CAPABILITIES')
     return 'fp32', *(name for name in ('bf16', 'fp16') if name.upper() in able)
+
+
+@cache
+def int8_overflows() -> bool:
+    """Tell whether sums of two INT8 products overflow 16 bits in OpenVINO on this CPU, by a convolution of the largest integers.
+
+    OpenVINO's names of instruction sets change with each generation of CPUs.
+    """
+    library, channels = load_openvino(), 64
+    ops, largest = library.opset13, np.full((1, channels, 1, 1), 127, np.float32)
+    x, weight = ops.parameter(largest.shape, np.float32), ops.constant(largest)
+    ends = np.float32([-128, 127, -128, 127])
+    quantized = (ops.fake_quantize(tensor, *ends, levels=256) for tensor in (x, weight))
+    model = library.Model([ops.convolution(*quantized, [1, 1], [0, 0], [0, 0], [1, 1])], [x])
+    compiled = one_core().compile_model(model, 'CPU', {'INFERENCE_PRECISION_HINT': 'f32', 'INFERENCE_NUM_THREADS': 1})
+    return compiled(largest)[0].item() != channels * 127**2
 
 
 class OpenVINO(Session):
@@ -87,11 +106,8 @@ class OpenVINO(Session):
 
     @property
     def saturates(self) -> bool:
-        """Tell whether sums of INT8 products overflow here: on x86 without VNNI or AMX. Known after the first run."""
-        if self.int8 is None:
-            return False
-        made = self.compiled.get_property('RUNTIME_REQUIREMENTS')
-        return 'isa=Intel' in made and 'DL Boost' not in made  # oneDNN's word for VNNI; what AMX is on has it too
+        """Tell whether sums of INT8 products overflow here. Known after the first run."""
+        return self.int8 is not None and int8_overflows()
 
     @override
     def signature(self) -> Signature:

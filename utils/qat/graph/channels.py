@@ -229,7 +229,8 @@ class Channels:
             return [_Same(given, 0, result, 0, group)]
         if group == 1 or self.is_dense(node):
             return []
-        if self.widths.groups == 'keep' or group in (self.number[given], self.number[result]):
+        single = group in (self.number[given], self.number[result])
+        if self.widths.groups == 'keep' or single or node.op_type == 'ConvTranspose':
             return None
         return [  # each group is like the first
             _Same(name, 0, name, i * length, length)

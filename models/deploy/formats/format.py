@@ -103,11 +103,10 @@ class Export:
             unpadded.write()
             self.written |= unpadded.written
             formats = [each for each in formats if each not in for_openvino]
-        names = {each.name for each in formats}
+        own = self.config.files if self.pads else {each.name: self.config.files[each.name] for each in formats}
         with TemporaryDirectory() as scratch:
             for each in with_sources(formats):
-                file = f'model{FORMATS[each.name].suffix}'
-                path = self.config.files[each.name] if each.name in names else Path(scratch) / file
+                path = own.get(each.name) or Path(scratch) / f'model{FORMATS[each.name].suffix}'
                 self.written[each.name] = replace(each.write(self, path), backend=each.backend(self))
         return [self.written[each.name] for each in self.formats]
 

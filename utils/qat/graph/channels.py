@@ -149,8 +149,8 @@ class Channels:
         """Return the common channels of the tensors of a node, after fixing those that cannot grow."""
         ends = {*self.graph.inputs, *self.graph.outputs}
         self._fix(ends.intersection((*node.input, *node.output)))
-        if node.op_type == 'Shape':
-            self._fix(node.input if self._counted(node.output[0]) else ())
+        if node.op_type == 'Size' or (node.op_type == 'Shape' and self._counted(node.output[0], not node.attribute)):
+            self._fix(node.input)
         if all(name in self.graph.fixed for name in node.output):
             return []
         found = self._common(node)
@@ -160,14 +160,17 @@ class Channels:
             self._fix(node.output)
         return found or []
 
-    def _counted(self, shape: str) -> bool:
-        """Tell whether a shape's number of channels counts for more than sizes that the padded graph has anew."""
+    def _counted(self, shape: str, whole: bool) -> bool:
+        """Tell whether the number of channels in a shape counts for more than sizes that the padded graph has anew.
+
+        whole: it has all axes, in order.
+        """
         for node, _ in self.graph.readers.get(shape, ()):
-            index = self.small.get(node.input[1]) if node.op_type == 'Gather' else None
-            if index is not None and CHANNELS not in index:
+            index = self.small.get(node.input[1]) if whole and node.op_type == 'Gather' else None
+            if index is not None and CHANNELS not in index % self.types[shape][1][0]:
                 continue
             computes = all(name in self.graph.fixed for name in node.output)
-            if computes and any(map(self._counted, node.output)):
+            if computes and any(self._counted(name, False) for name in node.output):
                 return True
             if not computes and node.op_type not in ('Resize', 'Slice', 'Split'):
                 return True
@@ -229,7 +232,8 @@ class Channels:
             return [_Same(given, 0, result, 0, group)]
         if group == 1 or self.is_dense(node):
             return []
-        if self.widths.groups == 'keep' or group in (self.number[given], self.number[result]):
+        single = group in (self.number[given], self.number[result])
+        if self.widths.groups == 'keep' or single or node.op_type == 'ConvTranspose':
             return None
         return [  # each group is like the first
             _Same(name, 0, name, i * length, length)

@@ -54,7 +54,7 @@ class Padding:
 def pad(model: ModelProto, widths: Widths = Widths()) -> Padding | None:
     """Pad the channels of a graph, in place; None if all widths are right.
 
-    The graph is Q/DQ or float, its constants are initializers. Raises QatError if a shape of the padded graph is not that of its layout.
+    Its constants must be initializers, and no node has a graph inside. Raises QatError if a tensor of the padded graph has not the shape of its layout.
     """
     before, channels = _convs(model), Channels(model, widths)
     if not channels.grow(*channels.number) and not any(
@@ -87,14 +87,16 @@ def _convs(model: ModelProto) -> dict[str, Conv]:
 
 def _check_shapes(model: ModelProto, channels: Channels) -> None:
     """Raise QatError unless the tensors of a padded graph have the shapes of their layouts."""
-    types, _ = infer(model)
+    report = 'please report this model, and export with --no-pad'
+    try:
+        types, _ = infer(model)
+    except QatError as e:
+        raise QatError(f'padded widths do not fit, {e}; {report}') from e
     for name in channels.number:
         wanted = list(channels.types[name][1])
         wanted[CHANNELS] = len(channels.layout(name))
         if name in types and list(types[name][1]) != wanted:
-            raise QatError(
-                f'{name}: has {list(types[name][1])} with padded widths, not {wanted}; please report this model, and export with --no-pad'
-            )
+            raise QatError(f'padded widths do not fit, {name}: {list(types[name][1])}, not {wanted}; {report}')
 
 
 def spread(values: np.ndarray, layout: Layout, axis: int, fill: float | None = 0) -> np.ndarray:

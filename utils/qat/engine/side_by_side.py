@@ -15,8 +15,8 @@ from utils.qat.core.log import LOGGER
 from utils.qat.core.machine import usable_cores
 from utils.qat.engine.build import EngineFromOnnx
 
-# On one H100 (TensorRT 10.6) a build takes 5 to 6 minutes alone, 7 to 13 beside two or three others; of 12 at a time none had ended after 18:
-# each times its kernels on the GPU, which the processes share by turns.
+# On one H100 (TensorRT 10.6) a build takes 305 to 350 s alone, and 400 to 790 s beside two or three others, because each times its kernels on the
+# GPU that they share; of 12 at a time none had ended after 470 s.
 JOBS = 3
 
 

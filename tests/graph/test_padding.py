@@ -93,6 +93,7 @@ VALUES = {name: np.float32(value) for name, value in VALUES.items()} | {
     'back6': np.int64([-6]),
     'back2': np.int64([-2]),
     'end': np.int64([2**62]),
+    'one': np.int64(1),
     'parts': np.int64([2, 6]),
     'sizes': np.int64([1, 4, 8, 8]),
     'shape': np.int64([1, 4, 4, 4]),
@@ -185,6 +186,10 @@ GRAPHS = {  # name → nodes from x [1, 4, 4, 4] to y, and the channels of its t
     ),
     'a number of values that counts': (
         f'{IN} n = Size(a) f = Cast<to = 1>(n) c = Conv(a, w4x4) y = Div(c, f)',
+        {'a': 4},
+    ),
+    'a number in a scalar': (
+        f'{IN} s = Shape(a) n = Gather(s, one) f = Cast<to = 1>(n) c = Conv(a, w4x4) y = Div(c, f)',
         {'a': 4},
     ),
     'a height that counts': (

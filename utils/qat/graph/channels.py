@@ -167,7 +167,7 @@ class Channels:
         """
         for node, _ in self.graph.readers.get(shape, ()):
             index = self.small.get(node.input[1]) if whole and node.op_type == 'Gather' else None
-            if index is not None and CHANNELS not in index % self.types[shape][1][0]:
+            if index is not None and CHANNELS not in np.ravel(index) % self.types[shape][1][0]:
                 continue
             computes = all(name in self.graph.fixed for name in node.output)
             if computes and any(self._counted(name, False) for name in node.output):

@@ -82,7 +82,8 @@ def cause(instructions: str) -> str:
         return 'small models gain little from AMX; try ONEDNN_MAX_CPU_ISA=AVX512_CORE_VNNI'
     if set(instructions.split(', ')) & {*FAST}:
         return 'so small a model on small images is mostly overhead'
-    return f'this CPU has none of {", ".join(FAST)}'
+    who = 'this CPU has none' if instructions else 'the system does not tell whether this CPU has any'
+    return f'{who} of {", ".join(FAST)}'
 
 
 def megabytes(file: Path) -> str:

@@ -29,8 +29,8 @@ HINTS = {
     'int8': ('f32', 'INT8 and FP32'),
 }
 OVERFLOW = (
-    'in OpenVINO sums of two INT8 products overflow 16 bits here, which costs AP: the CPU has no VNNI, or ONEDNN_MAX_CPU_ISA forbids it; '
-    'use a float file'
+    'in OpenVINO sums of two INT8 products overflow 16 bits here, which costs AP: this CPU has no VNNI, or ONEDNN_MAX_CPU_ISA forbids it; '
+    'use a float file, or ONNX Runtime'
 )
 ON_CPU = torch.device('cpu')
 

@@ -124,6 +124,8 @@ def build(config: BuildConfig, trtexec: str | None, layer: Path | None, profile:
     from utils.qat.engine.plan import Plan
     from utils.qat.engine.trtexec import build_with_trtexec
 
+    earlier = earlier_build(config)
+    LOGGER.info(f'building {config.engine}; {earlier or "INT8 engines of 640 pixels took 5 to 6 minutes on an H100"}')
     if trtexec is None:
         require_tuner(config, None)
         built = EngineFromOnnx(config, lambda: bar(None, 'building', unit='steps')).build()
@@ -169,8 +171,6 @@ def main(argv: Sequence[str] | None = None) -> None:
         )
     layer, profile = (config.engine.with_suffix(f'.{what}.json') for what in ('layer', 'profile'))
     trtexec = find_trtexec() if config.trtexec and config.backend == 'tensorrt' else None
-    earlier = earlier_build(config)
-    LOGGER.info(f'building {config.engine}; {earlier or "INT8 engines of 640 pixels took 5 to 6 minutes on an H100"}')
     with alive('still building'):
         built = build(config, trtexec, layer if graph else None, profile if graph else None)
     shapes = '; '.join(

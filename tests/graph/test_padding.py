@@ -315,7 +315,8 @@ def assert_padded(after, done, prototypes=False):
 
 
 CASES = [
-    *[(name, 'trt 10', {}) for name in NETWORKS],
+    *[(name, 'trt 10', {}) for name in NETWORKS if name != 'dseg'],
+    pytest.param('dseg', 'trt 10', {}, marks=pytest.mark.full_tree),
     *[('small', file, {}) for file in FILES if file != 'trt 10'],
     *[('small', 'trt 10', {'exchange': name}) for name in ('polynomial', 'relu')],
     *sampled(
@@ -324,7 +325,10 @@ CASES = [
                 ('small', 'trt 10', {'activation': f'nn.{name}()'})
                 for name in ('Mish', 'LeakyReLU', 'Hardswish', 'GELU')
             ],
-            *[(name, 'trt 10', {}) for name in ('gelan-t', 'gelan-m', 'gelan-c', 'gelan-e', 'gelan-c-dseg')],
+            *[
+                pytest.param(name, 'trt 10', {}, marks=pytest.mark.full_tree)
+                for name in ('gelan-t', 'gelan-m', 'gelan-c', 'gelan-e', 'gelan-c-dseg')
+            ],
         ],
         99,
     ),

@@ -26,7 +26,7 @@ NEW = -1  # in a layout, in place of the number of a channel
 # int [C of the padded tensor]: the channel of the unpadded tensor that stands here, or NEW
 Layout: TypeAlias = np.ndarray
 # From finite values they compute finite ones; of 0 / 0 in a new channel a weight of 0 would make NaN
-ELEMENTWISE = ACTIVATIONS | {'Abs', 'Add', 'Max', 'Min', 'Mul', 'Neg', 'Sub', 'Sum'}
+ELEMENTWISE = ACTIVATIONS | {'Abs', 'Add', 'Erf', 'Max', 'Min', 'Mul', 'Neg', 'Sub', 'Sum'}
 MAPS = {'AveragePool', 'Cast', 'Concat', 'GlobalAveragePool', 'Identity', 'MaxPool', 'Resize'}  # each channel by itself
 
 

@@ -139,17 +139,17 @@ def output(model, images):
     return tensors(model(images))
 
 
-# Above the share_of_float of any rounding, and below that of the float model. With random last bits in every convolution (2 ** -22 of
-# its largest output, see agreement.py) the demo's segmentation model has 0.66, the detector `small` 0.1; with 4 times as large ones 0.6.
+# The largest share_of_float of one INT8 model in two engines. With random last bits (2 ** -22 of the largest value) behind each convolution
+# `small` had up to 0.05 and `demo_seg` 0.6, where every image rounds otherwise somewhere. The float model has 1.
 FLIPS = 0.8
 
 
 def share_of_float(found, wanted, floating):
-    """How far `found` lies from `wanted`, outputs of INT8 models for the same images, as a share of how far the float model's `floating` lie.
+    """How far `found` is from `wanted`, outputs of INT8 models for the same images, as a share of how far the float model's `floating` are.
 
     A value between two steps rounds either way, by last bits that are others on each CPU, and one such flip can move an image as far as
-    quantization does. So no limit holds for one image; this is the median over the images, of the part (boxes, scores, ...) where it is largest.
-    The float model itself has 1.
+    quantization does. So no limit holds for one image: this is the lower quartile over the images, of the part (boxes, scores, ...) where it
+    is largest.
     """
 
     def distances(outputs):
@@ -158,7 +158,7 @@ def share_of_float(found, wanted, floating):
         errors = [output_differences(ours, theirs) for ours, theirs in zip(images, right, strict=True)]
         return torch.tensor([list(of_image.values()) for of_image in errors])
 
-    return (distances(found) / distances(floating)).median(0).values.max().item()
+    return (distances(found) / distances(floating)).quantile(0.25, 0).max().item()
 
 
 def assert_same_ap(first, second):

@@ -22,7 +22,7 @@ from faults import sampled
 from fresh import fresh
 from graphs import assert_same_outputs, copy, graph_of, run_onnx
 from segmenters import segmenter
-from zoo import DUAL, SEGMENT, SINGLE, command, full
+from zoo import DUAL, FLIPS, SEGMENT, SINGLE, command, full, image, share_of_float
 
 from models.deploy.agreement import LIMITS, made_images, output_differences
 from models.deploy.formats.deepstream import deepstream_layout
@@ -48,11 +48,11 @@ pytestmark = pytest.mark.skipif(bool(NO_OPENVINO), reason=NO_OPENVINO)
 SIDE = 64
 
 
-def compiled(file, batch=1, side=SIDE):
+def compiled(file, batch=1):
     """The session of a file that has run once."""
     session = OpenVINO(file, CPU)
     (name,) = session.signature().inputs
-    session.run({name: made_images(batch, (side, side))})
+    session.run({name: made_images(batch, (SIDE, SIDE))})
     return session
 
 
@@ -114,15 +114,17 @@ def test_each_kind_of_export(small, task, kind, tmp_path):
 @pytest.mark.parametrize('task', ['small', 'demo_seg'])
 def test_it_computes_what_onnx_runtime_computes(task, tmp_path, request):
     """An .onnx file, its .xml, and the float model. Read as it is, the .onnx file is computed wrong on CPUs without AMX."""
-    demo, images = request.getfixturevalue(task), made_images(1, (128, 128))
-    for name, model, limit in (('float', demo.float_model(), 1e-4), ('int8', demo.quantized_model(), 0.1)):
+    demo, images, outputs = request.getfixturevalue(task), image(SIDE, batch=16), {}
+    for name, model in (('float', demo.float_model()), ('int8', demo.quantized_model())):
         file = tmp_path / f'{name}.onnx'
-        export_onnx(model, file, (128, 128))
-        session = compiled(file, side=128)
+        export_onnx(model, file, (SIDE, SIDE))
+        session = compiled(file)
         if session.saturates:
             pytest.skip('sums of INT8 products overflow on this CPU')
-        figures = output_differences(FileModel(session)(images), open_file(file)(images))
-        assert max(figures.values()) < limit, figures
+        outputs[name] = FileModel(session)(images), open_file(file)(images)
+    figures = output_differences(*outputs['float'])
+    assert max(figures.values()) < 1e-4, figures
+    assert share_of_float(*outputs['int8'], outputs['float'][1]) < FLIPS
 
 
 @pytest.mark.skipif(platform.machine() not in ('x86_64', 'AMD64'), reason='instruction sets of x86')

@@ -246,6 +246,7 @@ def test_the_defaults_are_those_of_the_device(device, amp, graph):
     for given in (None, 'bf16'):
         config = settings(amp=given).on(device)
         assert (config.amp, config.compile) == (given or amp, graph)
+        assert config.decided == ('amp',) * (not given) + ('compile',) * (device == 'cuda'), 'what was not typed'
     assert not settings(compile=False).on(device).compile
 
 

@@ -124,17 +124,16 @@ def build(config: BuildConfig, trtexec: str | None, layer: Path | None, profile:
     from utils.qat.engine.plan import Plan
     from utils.qat.engine.trtexec import build_with_trtexec
 
+    version = version_of(trtexec) if trtexec else None
+    require_tuner(config, version)
     earlier = earlier_build(config)
     LOGGER.info(f'building {config.engine}; {earlier or "INT8 engines of 640 pixels took 5 to 6 minutes on an H100"}')
-    if trtexec is None:
-        require_tuner(config, None)
+    if trtexec is None or version is None:
         built = EngineFromOnnx(config, lambda: bar(None, 'building', unit='steps')).build()
         if layer and profile:
             measure_layers(config, layer, profile)
         return built
-    version = version_of(trtexec)
     plan = Plan(config, VERSIONS[version[0]], f'TensorRT {".".join(map(str, version))}')
-    require_tuner(config, version)
     with TemporaryDirectory() as folder:
         return build_with_trtexec(
             trtexec,

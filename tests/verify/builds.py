@@ -54,8 +54,8 @@ def build_kind(runner, row, exported, earlier):
 
 def build_measured(runner, row, export_files):
     """Build the engines that a row measures when nothing is built any more; returns the arguments of benchmark_trt.py."""
+    runner.need_gpu()
     words = export_files(runner)
-    if runner.machine['gpu'] is not None:
-        least = '--duration', 0.01, '--warmup', '0ms', '--jobs', jobs_here(runner.config.jobs)
-        runner.run('benchmark_trt.py', *words, *least, '--project', 'measured', '--name', f'{row}-built', '--exist-ok')
+    least = '--duration', 0.01, '--warmup', '0ms', '--jobs', 1  # this is one of the pool's jobs
+    runner.run('benchmark_trt.py', *words, *least, '--project', 'measured', '--name', f'{row}-built', '--exist-ok')
     return words

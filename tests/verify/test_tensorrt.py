@@ -306,6 +306,8 @@ def test_speed(runner):
     ms = {(result['batch'], result['precision']): result['compute']['median'] for result in results}
     found = []
     for batch in SPEED_BATCHES:
+        measured = {precision for at, precision in ms if at == batch}
+        assert set(PRECISIONS) <= measured, f'batch {batch}: measured are {", ".join(sorted(measured))}'
         times = ', '.join(f'{p.upper()} {ms[batch, p]:.3f} ms' for p in PRECISIONS)
         gain = ms[batch, 'fp16'] / ms[batch, 'int8']
         found.append(f'batch {batch}: {times}, INT8 {gain:.2f} times as fast as FP16')
@@ -315,6 +317,8 @@ def test_speed(runner):
 
 def activation_files(runner):
     """Quantize the float model with SiLU and with ReLU, and export both; returns the arguments of benchmark_trt.py."""
+    if runner.config.float_weights is None:
+        pytest.skip('no float checkpoint (--float)')
     size = '--imgsz', *typed_sides(runner.config.imgsz)
     once = (
         '--activation-epochs 1 --iters 1 --epochs 0 --no-eval-origin --no-eval-ptq --calib-images 8 --calib-method mse'

@@ -100,7 +100,8 @@ def export_onnx(
 
     model: fused; float or quantized. imgsz: multiples of the stride. dynamic: leave the batch axis open. simplify: run onnxslim.
     half: FP16 outside Q/DQ. int8_weights: store weights with Q/DQ as integers. kept_float: blocks that are float by choice, for
-    the metadata. widths: the rule by which widths are padded; None pads none. layout: gives the checked graph other inputs and outputs, such as deepstream_layout. progress: wraps the steps.
+    the metadata. widths: the rule by which widths are padded; None pads none. layout: gives the checked graph other inputs and
+    outputs, such as deepstream_layout. progress: wraps the steps.
 
     Raises:
         QatError: ONNX's checker rejects the graph, or ONNX Runtime does not agree with PyTorch. No file is left.

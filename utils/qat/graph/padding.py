@@ -30,7 +30,7 @@ class Conv(NamedTuple):
 
 @dataclass
 class Padding:
-    """What a padded graph has more than before.
+    """The additions of a padded graph.
 
     Attributes:
         channels: new output channels of convolutions.
@@ -54,7 +54,8 @@ class Padding:
 def pad(model: ModelProto, widths: Widths = Widths()) -> Padding | None:
     """Pad the channels of a graph, in place; None if all widths are right.
 
-    Its constants must be initializers, and no node has a graph inside. Raises QatError if a tensor of the padded graph has not the shape of its layout.
+    Its constants must be initializers, and no node has a graph inside. Raises QatError if a tensor of the padded graph has not the
+    shape of its layout.
     """
     before, channels = _convs(model), Channels(model, widths)
     if not channels.grow(*channels.number) and not any(

@@ -14,13 +14,16 @@ STEPS = 'build', 'trtexec'  # a row each, such as 'trtexec plain'
 
 
 @contextmanager
-def building(runner, chosen, measured):
+def building(runner, chosen, speed_files):
     """Start the builds of the chosen rows; `runner.builds` has row → (Future, its commands).
 
-    The Future is that of the figures in words; of a measured row, the arguments of benchmark_trt.py. measured: row → function that
-    exports its files and returns these arguments.
+    The Future is that of the figures in words; of the row speed, the arguments of benchmark_trt.py. speed_files(runner) exports the
+    files of that row and returns these arguments.
     """
     with ThreadPoolExecutor(jobs_here(runner.config.jobs)) as pool:
+        if 'speed' in chosen:  # first: its engines are built with full optimization, one after the other
+            job = replace(runner, commands=[])
+            runner.builds['speed'] = pool.submit(build_measured, job, speed_files), job.commands
         for kind in KINDS:
             rows = [f'{step} {kind}' for step in STEPS if f'{step} {kind}' in chosen]
             first = replace(runner, commands=[])
@@ -28,9 +31,6 @@ def building(runner, chosen, measured):
             for row in rows:  # behind its export in the queue, so it never waits for one that cannot start
                 job = replace(runner, commands=[])
                 runner.builds[row] = pool.submit(build_kind, job, row, exported, first.commands), job.commands
-        for row in [row for row in measured if row in chosen]:
-            job = replace(runner, commands=[])
-            runner.builds[row] = pool.submit(build_measured, job, row, measured[row]), job.commands
         yield
         pool.shutdown(wait=False, cancel_futures=True)
         for process in [*runner.processes]:
@@ -52,10 +52,10 @@ def build_kind(runner, row, exported, earlier):
     return f'{built["precision"]}, {built["bytes"] / 1e6:.1f} MB, {by}'
 
 
-def build_measured(runner, row, export_files):
-    """Build the engines that a row measures when nothing is built any more; returns the arguments of benchmark_trt.py."""
+def build_measured(runner, speed_files):
+    """Build the engines that the row speed measures when nothing is built any more; returns the arguments of benchmark_trt.py."""
     runner.need_gpu()
-    words = export_files(runner)
+    words = speed_files(runner)
     least = '--duration', 0.01, '--warmup', '0ms', '--jobs', 1  # this is one of the pool's jobs
-    runner.run('benchmark_trt.py', *words, *least, '--project', 'measured', '--name', f'{row}-built', '--exist-ok')
+    runner.run('benchmark_trt.py', *words, *least, '--project', 'measured', '--name', 'speed-built', '--exist-ok')
     return words

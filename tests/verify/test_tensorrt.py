@@ -34,8 +34,7 @@ HERE = Path(__file__).parent
 STARTING = 300  # seconds to find the facts about the machine
 STRIDE = 32  # of every model of YOLOv9
 LEAST_SQNR = 20.0  # dB, of DeepStream's raw outputs: two runtimes that round INT8 otherwise are 25 to 40 dB apart
-SPEED_BATCHES = 1, 8
-PRECISIONS = 'fp32', 'fp16', 'int8'
+SPEED_BATCH = 8
 
 row = pytest.mark.tensorrt  # (name, what it checks)
 
@@ -66,8 +65,7 @@ def runner_of_all(request, tmp_path_factory):
             link(folder / 'classify', config.classify_data)
         deadline = begin + 60 * config.minutes
         runner = replace(first, config=config, machine=first.json('machine.json'), folder=folder, deadline=deadline)
-        measured = {'speed': speed_files, 'activations': activation_files}
-        with building(runner, {row_of(item)[0] for item in request.session.items}, measured):
+        with building(runner, {row_of(item)[0] for item in request.session.items}, speed_files):
             yield runner
 
 
@@ -288,59 +286,45 @@ def test_layers_are_measured_and_drawn(runner):
 
 
 def speed_files(runner):
-    """Export the files of the row speed; returns the arguments of benchmark_trt.py."""
-    kinds = ['plain', 'float', *['half'] * (runner.machine['major'] >= 11)]
-    for batch in SPEED_BATCHES:
-        for name in kinds:  # their batch is fixed
-            export(runner, name, batch)
-    files = [onnx_of(name, batch) for batch in SPEED_BATCHES for name in kinds]
-    return *files, '--precision', ','.join(PRECISIONS), '--backend', runner.config.backend
+    """Export the files of the row speed: float, INT8, and INT8 with ReLU. Returns the arguments of benchmark_trt.py."""
+    if runner.config.float_weights is None:
+        pytest.skip('no float checkpoint (--float)')
+    kinds = 'half' if runner.machine['major'] >= 11 else 'float', 'plain'
+    for name in kinds:
+        export(runner, name, SPEED_BATCH)
+    files = [onnx_of(name, SPEED_BATCH) for name in kinds]
+    return *files, relu_file(runner), '--precision', 'fp16,int8', '--backend', runner.config.backend
 
 
-@row('speed', 'INT8 is measured against FP16 and FP32')
+def relu_file(runner):
+    """Quantize the float model with ReLU, of which nothing is learnt, and export it; returns the file."""
+    size = '--imgsz', *typed_sides(runner.config.imgsz)
+    once = (
+        '--activation-epochs 1 --iters 1 --epochs 0 --no-eval-origin --no-eval-ptq --calib-images 8 --calib-method mse'
+    )
+    link(runner.folder / 'silu.pt', runner.config.float_weights)
+    words = '--data', data_of('plain'), *size, '--activation', 'relu', '--project', 'activations', '--exist-ok'
+    runner.run('qat.py', 'quantize', '--weights', 'silu.pt', *words, '--name', 'relu', *once.split())
+    link(runner.folder / 'relu.pt', runner.folder / 'activations' / 'relu' / 'weights' / 'best.pt')
+    options = '--simplify', '--trt', runner.machine['major'], '--batch-size', SPEED_BATCH
+    runner.run('export_qat.py', '--weights', 'relu.pt', '--include', 'onnx', *size, *options)
+    return 'relu.onnx'
+
+
+@row('speed', 'INT8, and INT8 with ReLU, is measured against FP16')
 @pytest.mark.usefixtures('alone')
 def test_speed(runner):
     runner.need_gpu()
     future, runner.commands = runner.builds['speed']
     results = benchmark(runner, 'speed', *future.result())
-    ms = {(result['batch'], result['precision']): result['compute']['median'] for result in results}
-    found = []
-    for batch in SPEED_BATCHES:
-        measured = {precision for at, precision in ms if at == batch}
-        assert set(PRECISIONS) <= measured, f'batch {batch}: measured are {", ".join(sorted(measured))}'
-        times = ', '.join(f'{p.upper()} {ms[batch, p]:.3f} ms' for p in PRECISIONS)
-        gain = ms[batch, 'fp16'] / ms[batch, 'int8']
-        found.append(f'batch {batch}: {times}, INT8 {gain:.2f} times as fast as FP16')
+    assert [result['precision'] for result in results] == ['fp16', 'int8', 'int8'], 'a file was not measured'
+    fp16, silu, relu = (result['compute']['median'] for result in results)
     busy = [percent for _, _, percent, *_ in runner.json('measured/speed/benchmark.json')['usage']]
-    runner.found = '; '.join([*found, f'GPU busy up to {max(busy):.0f} % by NVML' if busy else 'no samples of NVML'])
-
-
-def activation_files(runner):
-    """Quantize the float model with SiLU and with ReLU, and export both; returns the arguments of benchmark_trt.py."""
-    if runner.config.float_weights is None:
-        pytest.skip('no float checkpoint (--float)')
-    size = '--imgsz', *typed_sides(runner.config.imgsz)
-    once = (
-        '--activation-epochs 1 --iters 1 --epochs 0 --no-eval-origin --no-eval-ptq --calib-images 8 --calib-method mse'
+    runner.found = (
+        f'batch {SPEED_BATCH}: FP16 {fp16:.3f} ms, INT8 {silu:.3f} ms, {fp16 / silu:.2f} times as fast; '
+        f'with ReLU {relu:.3f} ms, {fp16 / relu:.2f} times; '
+        f'{f"GPU busy up to {max(busy):.0f} % by NVML" if busy else "no samples of NVML"}'
     )
-    for activation in ('keep', 'relu'):
-        link(runner.folder / 'silu.pt', runner.config.float_weights)
-        words = '--data', data_of('plain'), *size, '--activation', activation, '--project', 'activations', '--exist-ok'
-        runner.run('qat.py', 'quantize', '--weights', 'silu.pt', *words, '--name', activation, *once.split())
-        link(runner.folder / f'{activation}.pt', runner.folder / 'activations' / activation / 'weights' / 'best.pt')
-        trt = '--trt', runner.machine['major']
-        runner.run('export_qat.py', '--weights', f'{activation}.pt', '--include', 'onnx', *size, '--simplify', *trt)
-    return 'keep.onnx', 'relu.onnx', '--precision', 'int8', '--backend', runner.config.backend
-
-
-@row('activations', 'INT8 with SiLU and ReLU is measured; nothing is learnt')
-@pytest.mark.usefixtures('alone')
-def test_speed_of_activations(runner):
-    runner.need_gpu()
-    future, runner.commands = runner.builds['activations']
-    results = benchmark(runner, 'activations', *future.result())
-    ms = {Path(result['given']).stem: result['compute']['median'] for result in results}
-    runner.found = f'SiLU {ms["keep"]:.3f} ms; ReLU {ms["keep"] / ms["relu"]:.2f} times as fast'
 
 
 @row('ONNX Runtime', 'ONNX Runtime with CUDA measures the plain file')

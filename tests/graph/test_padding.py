@@ -31,10 +31,12 @@ from utils.qat.config.export import INT8_LIMITS, ExportConfig
 from utils.qat.core.errors import QatError
 from utils.qat.graph import padding
 from utils.qat.graph.audit import audit, audit_text
-from utils.qat.graph.channels import NEW, Channels, Widths
+from utils.qat.graph.channels import NEW, Channels
 from utils.qat.graph.onnx_graph import QDQ, attribute, constants
 from utils.qat.graph.padding import PADDED, pad
 from utils.qat.targets.target import load_target
+
+MULTIPLE = load_target('tensorrt').multiple
 
 
 def without_qdq(model):
@@ -132,8 +134,8 @@ GRAPHS = {  # name → nodes from x [1, 4, 4, 4] to y, and the channels of its t
         f'z = Conv(m, w4x6) {OUT}',
         {'a': 24, 'q': 16, 'm': 16},
     ),
-    'groups': (f'{IN} z = Conv<group = 2>(a, w4x2, bias) {OUT}', {'a': 16, 'z': 16}),
-    'groups of a returned feature': (f'{IN} y = Conv<group = 2>(a, w4x2)', {'a': 16, 'y': 4}),
+    'groups': (f'{IN} z = Conv<group = 2>(a, w4x2, bias) {OUT}', {'a': 4, 'z': 4}),
+    'groups of a returned feature': (f'{IN} y = Conv<group = 2>(a, w4x2)', {'a': 4, 'y': 4}),
     'groups of one channel': (f'a = Conv(x, w2x4) z = Conv<group = 2>(a, w4x1) {OUT}', {'a': 2, 'z': 4}),
     'depthwise': (f'{IN} z = Conv<group = 4>(a, w4x1, bias) {OUT}', {'a': 8, 'z': 8}),
     'depthwise, of a returned feature': (f'{IN} y = Conv<group = 4>(a, w4x1)', {'a': 4}),
@@ -210,30 +212,17 @@ def by_hand(text):
     return model_of(text, {'x': [1, 4, 4, 4]}, {'y': [*'nchw']}, VALUES, opset=18)
 
 
-@pytest.mark.parametrize('groups', ['pad', 'dense', 'keep'])
 @pytest.mark.parametrize('name', GRAPHS)
-def test_no_output_changes_and_what_can_grow_grows(name, groups):
+def test_no_output_changes_and_what_can_grow_grows(name):
     text, wanted = GRAPHS[name]
-    before, widths = by_hand(text), Widths(8, groups)
+    before = by_hand(text)
     after = copy(before)
-    done, found = pad(after, widths), Channels(before, widths)
+    done, found = pad(after, 8), Channels(before, 8)
     x = np.random.default_rng(1).normal(size=(1, 4, 4, 4)).astype(np.float32)
     assert_changes_nothing(before, after, {'x': x})
     assert not unread(after)
-    if groups == 'pad':
-        assert {tensor: len(found.layout(tensor)) for tensor in wanted} == wanted
-        assert (done is None) == all(n <= found.number[tensor] for tensor, n in wanted.items())
-    elif 'group = 2' in text:
-        dense = groups == 'dense' and name.startswith('groups') and name != 'groups of one channel'
-        assert [g for n in after.graph.node if (g := attribute(n, 'group', 1)) > 1] == [2] * (not dense)
-
-
-def test_kept_modules_keep_their_width():
-    before = by_hand('a = Conv(x, w4x4) b = Relu(a) c = Conv(b, w4x4) z = Relu(c) y = Conv(z, w4x4)')
-    for n in before.graph.node:
-        n.name = f'/{n.output[0]}/conv/Conv'
-    found = Channels(before, Widths(8, kept=['c']))
-    assert [len(found.layout(name)) for name in 'abczy'] == [8, 8, 4, 4, 4]
+    assert {tensor: len(found.layout(tensor)) for tensor in wanted} == wanted
+    assert (done is None) == all(n <= found.number[tensor] for tensor, n in wanted.items())
 
 
 # ---- networks -----------------------------------------------------------------------------------------------------------
@@ -286,7 +275,7 @@ def assert_single_steps(before, after, feeds):
     is 1 / 255 of it, so one value in a thousand may cross the middle between two steps, and each such step moves some values behind it by
     less than one. In FP16 the order moves sums by up to 1e-3.
     """
-    found, values = Channels(before, Widths()), constants(before)
+    found, values = Channels(before, MULTIPLE), constants(before)
     names = [n.output[0] for n in before.graph.node if n.op_type == 'QuantizeLinear' and n.input[0] not in values]
     runs = []
     for model in map(copy, (before, after)):
@@ -303,11 +292,12 @@ def assert_single_steps(before, after, feeds):
 def assert_padded(after, done, prototypes=False):
     """The audit finds no fault, and no width of an INT8 convolution is no multiple but those that are named.
 
-    These are the image, and the prototypes, which are an output.
+    These are the image, and the prototypes, which are an output. Convolutions with groups stay as they are.
     """
     found = audit(after)
     assert found.findings == [] and found.padded == 32 and '32 (all figures with the padding)' in audit_text(found)
-    odd = {c.name for c in found.convs if c.int8 and not c.first and any(n % 32 for n in c.channels)}
+    grouped = {n.name for n in after.graph.node if attribute(n, 'group', 1) > 1}
+    odd = {c.name for c in found.convs if c.int8 and not c.first and any(n % 32 for n in c.channels)} - grouped
     assert len(odd) <= prototypes
     others = {c.name for c in found.convs if c.first or not c.int8}
     assert done.left.keys() <= others | odd and all(name in str(done) for name in done.left)
@@ -325,10 +315,7 @@ CASES = [
                 ('small', 'trt 10', {'activation': f'nn.{name}()'})
                 for name in ('Mish', 'LeakyReLU', 'Hardswish', 'GELU')
             ],
-            *[
-                pytest.param(name, 'trt 10', {}, marks=pytest.mark.full_tree)
-                for name in ('gelan-t', 'gelan-m', 'gelan-c', 'gelan-e', 'gelan-c-dseg')
-            ],
+            *[pytest.param(name, 'trt 10', {}, marks=pytest.mark.full_tree) for name in ('gelan-t', 'gelan-m')],
         ],
         99,
     ),
@@ -340,7 +327,7 @@ def exported(file, name='small', kind='trt 10', **changes):
     export_onnx(quantized(name, **changes), file, (64, 64), **FILES[kind])
     before = onnx.load(file)
     after = copy(before)
-    return before, after, pad(after)
+    return before, after, pad(after, MULTIPLE)
 
 
 @pytest.mark.parametrize('name, kind, changes', CASES)
@@ -352,6 +339,13 @@ def test_padded_networks(tmp_path, name, kind, changes):
     assert_padded(after, done, 'seg' in name)
     assert_single_steps(before, after, feeds)
     assert metadata(after) == {**metadata(before), PADDED: '32'} and not unread(after)
+
+
+@pytest.mark.full_tree
+@pytest.mark.parametrize('name', sampled(['gelan-c', 'gelan-e', 'gelan-c-dseg'], 3))
+def test_networks_of_such_widths_stay_as_they_are(tmp_path, name):
+    before, after, done = exported(tmp_path / 'model.onnx', name)
+    assert done is None and after == before
 
 
 # of the pass, of ONNX's checker and shape inference, of the reference, and of the law
@@ -371,7 +365,7 @@ FAULTS = {  # name → (object, name of its function, a wrong function that call
         lambda right: lambda self, n: n.op_type == 'Split' or right(self, n),
     ),
     'parts without cuts': (Channels, '_of_parts', lambda right: lambda self, n: []),
-    'groups without cuts': (Channels, '_of_conv', lambda right: lambda self, n: []),
+    'groups that grow': (Channels, '_of_conv', lambda right: lambda self, n: []),
     'a Concat without cuts': (
         Channels,
         '_common',
@@ -394,8 +388,8 @@ FAULTS = {  # name → (object, name of its function, a wrong function that call
         padding._Padder,
         '_stored',
         lambda right: (
-            lambda self, name, layouts, fill=0, groups=1: (
-                name if len(layouts) == 1 and groups == 1 and fill == 0 else right(self, name, layouts, fill, groups)
+            lambda self, name, layouts, fill=0: (
+                name if len(layouts) == 1 and fill == 0 else right(self, name, layouts, fill)
             )
         ),
     ),
@@ -415,11 +409,11 @@ def test_the_laws_notice_a_fault_in_the_pass(plain, fault, monkeypatch):
     monkeypatch.setattr(where, name, wrong(getattr(where, name)))
     noticed, groups = 0, by_hand(GRAPHS['groups'][0])
     x = np.random.default_rng(1).normal(size=(1, 4, 4, 4)).astype(np.float32)
-    cases = [*((each, {'images': image().numpy()}, Widths()) for each in plain), (groups, {'x': x}, Widths(8))]
-    for before, feeds, widths in cases:
+    cases = [*((each, {'images': image().numpy()}, MULTIPLE) for each in plain), (groups, {'x': x}, 8)]
+    for before, feeds, multiple in cases:
         after = copy(before)
         try:
-            pad(after, widths)
+            pad(after, multiple)
             onnx.checker.check_model(after, full_check=True)
             assert_changes_nothing(before, after, feeds)
         except NOTICED:
@@ -431,7 +425,7 @@ def test_a_shape_that_is_not_that_of_its_layout_is_refused(plain, monkeypatch):
     where, name, wrong = FAULTS['a Concat without cuts']
     monkeypatch.setattr(where, name, wrong(getattr(where, name)))
     with pytest.raises(QatError, match='please report this model, and export with --no-pad'):
-        pad(copy(plain[1]))
+        pad(copy(plain[1]), MULTIPLE)
 
 
 # ---- files --------------------------------------------------------------------------------------------------------------
@@ -501,15 +495,15 @@ def test_an_end2end_file_finds_the_same(small, tmp_path):
 @pytest.mark.parametrize('target', ['openvino', 'onnxruntime', 'litert'])
 def test_other_targets_keep_their_widths(target):
     made = Export(ExportConfig('m.pt'), TorchModel(quantized('small'), {'recipe': {'target': target}}), [])
-    assert made.widths is None and load_target(target).multiple == 1
+    assert made.multiple == load_target(target).multiple == 1
 
 
 def test_float_models_and_classifiers_keep_their_widths(small, tmp_path):
-    assert Export(ExportConfig('m.pt'), TorchModel(small.float_model()), []).widths is None
+    assert Export(ExportConfig('m.pt'), TorchModel(small.float_model()), []).multiple == 1
     model = classifiers.loaded('yolo', tmp_path)
     quantize_model(model)
     fit_ranges(model, [classifiers.images()], settings())
-    assert Export(ExportConfig('m.pt'), TorchModel(model, {'recipe': {}}), []).widths is None
+    assert Export(ExportConfig('m.pt'), TorchModel(model, {'recipe': {}}), []).multiple == 1
 
 
 @pytest.mark.parametrize('words', [[], ['--no-pad']])

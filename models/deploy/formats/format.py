@@ -21,7 +21,6 @@ from utils.qat.config.settings import require_multiples
 from utils.qat.config.tables import BACKENDS, FORMATS
 from utils.qat.core.machine import select_device
 from utils.qat.engine.next_step import after_scoring
-from utils.qat.graph.channels import Widths
 from utils.qat.targets.target import target_of_recipe
 from utils.qat.untrusted.torchvision_weights import fetched
 
@@ -90,15 +89,15 @@ class Export:
         return self.config.nms_inside(self.predict.task.masks)
 
     @property
-    def widths(self) -> Widths | None:
-        """The rule for padded widths of its ONNX files; None for none."""
+    def multiple(self) -> int:
+        """The multiple to which widths of its ONNX files are padded; 1 for none."""
         wanted = self.pads and self.int8 and self.predict.task.boxes and not self.config.no_pad
-        return Widths(self.target.multiple) if wanted and self.target.multiple > 1 else None
+        return self.target.multiple if wanted else 1
 
     def write(self) -> list[Written]:
         """Write the files of --include. Formats that are only sources of others go to a scratch folder."""
         formats = self.formats
-        if self.widths and (for_openvino := [each for each in formats if each.runs_in == 'openvino']):
+        if self.multiple > 1 and (for_openvino := [each for each in formats if each.runs_in == 'openvino']):
             unpadded = replace(self, formats=for_openvino, written={}, pads=False)
             unpadded.write()
             self.written |= unpadded.written

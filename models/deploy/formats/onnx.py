@@ -33,7 +33,6 @@ from utils.qat.core.log import bar
 from utils.qat.graph import half as onnx_half
 from utils.qat.graph import onnx_graph
 from utils.qat.graph import passes as onnx_passes
-from utils.qat.graph.channels import Widths
 from utils.qat.graph.padding import Padding, pad
 from utils.qat.targets.target import Target, load_target
 
@@ -88,7 +87,7 @@ def export_onnx(
     int8_weights: bool = True,
     kept_float: Sequence[str] = (),
     target: Target = load_target(DEFAULT_TARGET),
-    widths: Widths | None = None,
+    multiple: int = 1,
     layout: Callable[[onnx.ModelProto], onnx.ModelProto] | None = None,
     progress: Callable[[Iterable], Iterable] = iter,
 ) -> Exported:
@@ -100,8 +99,8 @@ def export_onnx(
 
     model: fused; float or quantized. imgsz: multiples of the stride. dynamic: leave the batch axis open. simplify: run onnxslim.
     half: FP16 outside Q/DQ. int8_weights: store weights with Q/DQ as integers. kept_float: blocks that are float by choice, for
-    the metadata. widths: the rule by which widths are padded; None pads none. layout: gives the checked graph other inputs and
-    outputs, such as deepstream_layout. progress: wraps the steps.
+    the metadata. multiple: widths are padded to one. layout: gives the checked graph other inputs and outputs, such as
+    deepstream_layout. progress: wraps the steps.
 
     Raises:
         QatError: ONNX's checker rejects the graph, or ONNX Runtime does not agree with PyTorch. No file is left.
@@ -136,7 +135,7 @@ def export_onnx(
         scales = [q.scale.cpu().numpy() for q in quantizers]
         units = [np.float32(UNIT_SCALE)] * any(isinstance(q, SiLUQuantizer) for q in quantizers)
         onnx_passes.check_scales(graph, [*scales, *units])
-        padding = pad(graph, widths) if widths else None
+        padding = pad(graph, multiple) if multiple > 1 else None
         reference = Reference(model, 2 if dynamic else batch, imgsz)
         returned = [reference.outputs] if isinstance(reference.outputs, torch.Tensor) else reference.outputs
         onnx_passes.set_output_shapes(graph, *(('batch' if dynamic else batch, *out.shape[1:]) for out in returned))
@@ -174,7 +173,7 @@ def write_onnx(
         int8_weights=config.trt != 8,  # the parser of 8.6 takes integers only from a Q
         kept_float=[*export.kept_float, *(float_inside_blocks(model) if export.int8 else ())],
         target=export.target,
-        widths=export.widths,
+        multiple=export.multiple,
         layout=layout,
         progress=lambda steps: bar(steps, 'exporting', unit='steps'),
     )

@@ -15,8 +15,8 @@ from utils.qat.core.log import LOGGER
 from utils.qat.core.machine import usable_cores
 from utils.qat.engine.build import EngineFromOnnx
 
-# On one H100 (TensorRT 10.6) a build takes 305 to 350 s alone, and 400 to 790 s beside two or three others, because each times its kernels on the
-# GPU that they share; of 12 at a time none had ended after 470 s.
+# On one H100 (TensorRT 10.6) a build of YOLOv9-t takes 200 to 350 s alone; three at a time took 767 to 1,086 s, because each times its kernels on
+# the GPU that they share, and of 12 at a time none had ended after 470 s. Not threads of one process: TensorRT's lock and Python's wait for each other.
 JOBS = 3
 
 

@@ -1,6 +1,6 @@
 """TensorRT takes signed INT8 with zero point 0, and fuses the activation function into the convolution.
 
-It fuses them only if the widths are multiples of 32 (NVIDIA/TensorRT#1310): 111 of 173 of YOLOv9-t, and all 173 with padded widths.
+It fuses them only if the widths are multiples of 32 (NVIDIA/TensorRT#1310): 112 of 173 of YOLOv9-t, and all 173 with padded widths.
 """
 
 from utils.qat.targets.target import Target

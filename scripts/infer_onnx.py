@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     import torch
 
     from utils.qat.backends.detections import Detections, Placement
-    from utils.qat.backends.session import Session
+    from utils.qat.vendors.session import Session
 
 
 def image_files(path: Path) -> dict[Path, str]:
@@ -107,7 +107,7 @@ class DeepStreamFile:
 def open_model(config: InferConfig, device: torch.device) -> Any:
     """Open a detector or a segmentation model, see file_model.py."""
     from models.deploy.load import load_model
-    from utils.qat.backends.session import open_session
+    from utils.qat.vendors.load import open_session
 
     if config.model.suffix not in CHECKPOINTS:
         session = open_session(config.model, device, config.backend)

@@ -18,23 +18,24 @@ from onnx.reference import ReferenceEvaluator
 from segmenters import BACKBONE, HEADS
 from zoo import SMALL, build, command, fuse, image, program, rows_of, settings
 
-from models.deploy.formats.format import Export, load_format
+from models.deploy.formats.format import Export
 from models.deploy.formats.onnx import export_onnx
+from models.deploy.load import load_format
 from models.quantize.activations import exchangeable, exchanged, finished
 from models.quantize.calibration.calibrate import fit_ranges
 from models.quantize.convert import quantize_model
 from models.quantize.reparameterize import reparameterize
 from models.quantize.scales import tie_scales
-from utils.qat.backends.openvino import OpenVINO
 from utils.qat.backends.pytorch import TorchModel
 from utils.qat.config.export import INT8_LIMITS, ExportConfig
+from utils.qat.config.tables import load_target
 from utils.qat.core.errors import QatError
 from utils.qat.graph import padding
 from utils.qat.graph.audit import audit, audit_text
-from utils.qat.graph.channels import NEW, Channels, Widths
+from utils.qat.graph.channels import NEW, Channels
 from utils.qat.graph.onnx_graph import QDQ, attribute, constants
 from utils.qat.graph.padding import PADDED, pad
-from utils.qat.targets.target import load_target
+from utils.qat.vendors.openvino.session import OpenVINO
 
 
 def without_qdq(model):
@@ -210,30 +211,17 @@ def by_hand(text):
     return model_of(text, {'x': [1, 4, 4, 4]}, {'y': [*'nchw']}, VALUES, opset=18)
 
 
-@pytest.mark.parametrize('groups', ['pad', 'dense', 'keep'])
 @pytest.mark.parametrize('name', GRAPHS)
-def test_no_output_changes_and_what_can_grow_grows(name, groups):
+def test_no_output_changes_and_what_can_grow_grows(name):
     text, wanted = GRAPHS[name]
-    before, widths = by_hand(text), Widths(8, groups)
+    before = by_hand(text)
     after = copy(before)
-    done, found = pad(after, widths), Channels(before, widths)
+    done, found = pad(after, 8), Channels(before, 8)
     x = np.random.default_rng(1).normal(size=(1, 4, 4, 4)).astype(np.float32)
     assert_changes_nothing(before, after, {'x': x})
     assert not unread(after)
-    if groups == 'pad':
-        assert {tensor: len(found.layout(tensor)) for tensor in wanted} == wanted
-        assert (done is None) == all(n <= found.number[tensor] for tensor, n in wanted.items())
-    elif 'group = 2' in text:
-        dense = groups == 'dense' and name.startswith('groups') and name != 'groups of one channel'
-        assert [g for n in after.graph.node if (g := attribute(n, 'group', 1)) > 1] == [2] * (not dense)
-
-
-def test_kept_modules_keep_their_width():
-    before = by_hand('a = Conv(x, w4x4) b = Relu(a) c = Conv(b, w4x4) z = Relu(c) y = Conv(z, w4x4)')
-    for n in before.graph.node:
-        n.name = f'/{n.output[0]}/conv/Conv'
-    found = Channels(before, Widths(8, kept=['c']))
-    assert [len(found.layout(name)) for name in 'abczy'] == [8, 8, 4, 4, 4]
+    assert {tensor: len(found.layout(tensor)) for tensor in wanted} == wanted
+    assert (done is None) == all(n <= found.number[tensor] for tensor, n in wanted.items())
 
 
 # ---- networks -----------------------------------------------------------------------------------------------------------
@@ -286,7 +274,7 @@ def assert_single_steps(before, after, feeds):
     is 1 / 255 of it, so one value in a thousand may cross the middle between two steps, and each such step moves some values behind it by
     less than one. In FP16 the order moves sums by up to 1e-3.
     """
-    found, values = Channels(before, Widths()), constants(before)
+    found, values = Channels(before, 32), constants(before)
     names = [n.output[0] for n in before.graph.node if n.op_type == 'QuantizeLinear' and n.input[0] not in values]
     runs = []
     for model in map(copy, (before, after)):
@@ -394,8 +382,8 @@ FAULTS = {  # name → (object, name of its function, a wrong function that call
         padding._Padder,
         '_stored',
         lambda right: (
-            lambda self, name, layouts, fill=0, groups=1: (
-                name if len(layouts) == 1 and groups == 1 and fill == 0 else right(self, name, layouts, fill, groups)
+            lambda self, name, layouts, fill=0: (
+                name if len(layouts) == 1 and fill == 0 else right(self, name, layouts, fill)
             )
         ),
     ),
@@ -415,11 +403,11 @@ def test_the_laws_notice_a_fault_in_the_pass(plain, fault, monkeypatch):
     monkeypatch.setattr(where, name, wrong(getattr(where, name)))
     noticed, groups = 0, by_hand(GRAPHS['groups'][0])
     x = np.random.default_rng(1).normal(size=(1, 4, 4, 4)).astype(np.float32)
-    cases = [*((each, {'images': image().numpy()}, Widths()) for each in plain), (groups, {'x': x}, Widths(8))]
-    for before, feeds, widths in cases:
+    cases = [*((each, {'images': image().numpy()}, 32) for each in plain), (groups, {'x': x}, 8)]
+    for before, feeds, multiple in cases:
         after = copy(before)
         try:
-            pad(after, widths)
+            pad(after, multiple)
             onnx.checker.check_model(after, full_check=True)
             assert_changes_nothing(before, after, feeds)
         except NOTICED:
@@ -501,15 +489,15 @@ def test_an_end2end_file_finds_the_same(small, tmp_path):
 @pytest.mark.parametrize('target', ['openvino', 'onnxruntime', 'litert'])
 def test_other_targets_keep_their_widths(target):
     made = Export(ExportConfig('m.pt'), TorchModel(quantized('small'), {'recipe': {'target': target}}), [])
-    assert made.widths is None and load_target(target).multiple == 1
+    assert made.widths == 1 and load_target(target).multiple == 1
 
 
 def test_float_models_and_classifiers_keep_their_widths(small, tmp_path):
-    assert Export(ExportConfig('m.pt'), TorchModel(small.float_model()), []).widths is None
+    assert Export(ExportConfig('m.pt'), TorchModel(small.float_model()), []).widths == 1
     model = classifiers.loaded('yolo', tmp_path)
     quantize_model(model)
     fit_ranges(model, [classifiers.images()], settings())
-    assert Export(ExportConfig('m.pt'), TorchModel(model, {'recipe': {}}), []).widths is None
+    assert Export(ExportConfig('m.pt'), TorchModel(model, {'recipe': {}}), []).widths == 1
 
 
 @pytest.mark.parametrize('words', [[], ['--no-pad']])

@@ -10,15 +10,15 @@ Both hold for all tensors that have these channels, before and behind. A convolu
 and writes any layout of its output.
 """
 
-from collections.abc import Collection, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Literal, TypeAlias
+from typing import TypeAlias
 
 import numpy as np
 from onnx import ModelProto, NodeProto
 
-from utils.qat.graph.onnx_graph import ACTIVATIONS, CONVS, QDQ, Graph, attribute, module_of
+from utils.qat.graph.onnx_graph import ACTIVATIONS, CONVS, QDQ, Graph, attribute
 from utils.qat.graph.tensor_types import infer
 
 CHANNELS = 1  # their axis
@@ -28,30 +28,6 @@ Layout: TypeAlias = np.ndarray
 # From finite values they compute finite ones; of 0 / 0 in a new channel a weight of 0 would make NaN
 ELEMENTWISE = ACTIVATIONS | {'Abs', 'Add', 'Erf', 'Max', 'Min', 'Mul', 'Neg', 'Sub', 'Sum'}
 MAPS = {'AveragePool', 'Cast', 'Concat', 'GlobalAveragePool', 'Identity', 'MaxPool', 'Resize'}  # each channel by itself
-
-
-@dataclass(frozen=True)
-class Widths:
-    """The rule for padded widths.
-
-    Attributes:
-        multiple: widths are rounded up to one.
-        groups: of a convolution with several groups 'pad' pads each, 'dense' makes one group of them, with zeros between, and 'keep'
-            leaves its channels.
-        kept: paths of modules in which no convolution gets more output channels.
-    """
-
-    multiple: int = 32
-    groups: Literal['pad', 'dense', 'keep'] = 'pad'
-    kept: Collection[str] = ()
-
-    def of(self, channels: int) -> int:
-        """Round a number of channels up."""
-        return -(-channels // self.multiple) * self.multiple
-
-    def keeps(self, node: NodeProto) -> bool:
-        """Tell whether a convolution belongs to a kept module."""
-        return any(f'{module_of(node)}.'.startswith(f'{path}.') for path in self.kept)
 
 
 @dataclass(frozen=True)
@@ -73,8 +49,9 @@ class Channels:
         small: tensor → value, for small constants and shape arithmetic.
     """
 
-    def __init__(self, model: ModelProto, widths: Widths) -> None:
-        self.graph, self.widths = Graph(model), widths
+    def __init__(self, model: ModelProto, multiple: int) -> None:
+        """Read a graph. multiple: widths are rounded up to one."""
+        self.graph, self.multiple = Graph(model), multiple
         self.types, self.small = infer(model)
         self.number = {
             name: shape[CHANNELS]
@@ -95,7 +72,7 @@ class Channels:
             cuts[[0, -1]] = True
             cuts[1:-1] |= fixed[1:] != fixed[:-1]
             for start, end in pairwise(np.flatnonzero(cuts)):
-                new = 0 if fixed[start] else self.widths.of(end - start) - (end - start)
+                new = 0 if fixed[start] else -(end - start) % self.multiple
                 parts += [np.arange(start, end), np.full(new, NEW)]
             self._layouts[name] = np.concatenate(parts)
         return self._layouts[name]
@@ -156,8 +133,6 @@ class Channels:
         found = self._common(node)
         if found is None:
             self._fix((*node.input, *node.output))
-        elif node.op_type in CONVS and self.widths.keeps(node):
-            self._fix(node.output)
         return found or []
 
     def _counted(self, shape: str, whole: bool) -> bool:
@@ -230,10 +205,10 @@ class Channels:
             return None
         if self.is_depthwise(node):
             return [_Same(given, 0, result, 0, group)]
-        if group == 1 or self.is_dense(node):
+        if group == 1:
             return []
         single = group in (self.number[given], self.number[result])
-        if self.widths.groups == 'keep' or single or node.op_type == 'ConvTranspose':
+        if single or node.op_type == 'ConvTranspose':
             return None
         return [  # each group is like the first
             _Same(name, 0, name, i * length, length)
@@ -245,9 +220,3 @@ class Channels:
     def is_depthwise(self, node: NodeProto) -> bool:
         """Tell whether each output channel of a convolution has an input channel of its own."""
         return attribute(node, 'group', 1) == self.number[node.input[0]] == self.number[node.output[0]] > 1
-
-    def is_dense(self, node: NodeProto) -> bool:
-        """Tell whether the groups of a convolution become one."""
-        group = attribute(node, 'group', 1)
-        many = 1 < group and group not in (self.number[node.input[0]], self.number[node.output[0]])
-        return many and node.op_type == 'Conv' and self.widths.groups == 'dense' and not self.widths.keeps(node)

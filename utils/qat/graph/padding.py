@@ -12,7 +12,7 @@ import numpy as np
 from onnx import ModelProto, NodeProto, helper, numpy_helper
 
 from utils.qat.core.errors import QatError
-from utils.qat.graph.channels import CHANNELS, ELEMENTWISE, NEW, Channels, Layout, Widths
+from utils.qat.graph.channels import CHANNELS, ELEMENTWISE, NEW, Channels, Layout
 from utils.qat.graph.onnx_graph import CONVS, Graph, attribute, name_of, replace_nodes
 from utils.qat.graph.passes import drop_unread, set_metadata
 from utils.qat.graph.tensor_types import flops, infer
@@ -51,27 +51,25 @@ class Padding:
         )
 
 
-def pad(model: ModelProto, widths: Widths = Widths()) -> Padding | None:
-    """Pad the channels of a graph, in place; None if all widths are right.
+def pad(model: ModelProto, multiple: int = 32) -> Padding | None:
+    """Pad the channels of a graph to widths that are a multiple, in place; None if all are.
 
     Its constants must be initializers, and no node has a graph inside. Raises QatError if a tensor of the padded graph has not the
     shape of its layout.
     """
-    before, channels = _convs(model), Channels(model, widths)
-    if not channels.grow(*channels.number) and not any(
-        map(channels.is_dense, (n for n in channels.graph.nodes if n.op_type in CONVS))
-    ):
+    before, channels = _convs(model), Channels(model, multiple)
+    if not channels.grow(*channels.number):
         return None
     _Padder(model, channels).pad()
     _check_shapes(model, channels)
-    set_metadata(model, **{PADDED: widths.multiple})
+    set_metadata(model, **{PADDED: multiple})
     after = _convs(model)
     outputs, work = ([sum(c[i] for c in convs.values()) for convs in (before, after)] for i in (1, 2))
     return Padding(
-        widths.multiple,
+        multiple,
         outputs[1] - outputs[0],
         work[1] / work[0] - 1,
-        {name: conv for name, conv in after.items() if any(n % widths.multiple for n in conv[:2])},
+        {name: conv for name, conv in after.items() if any(n % multiple for n in conv[:2])},
     )
 
 
@@ -105,15 +103,6 @@ def spread(values: np.ndarray, layout: Layout, axis: int, fill: float | None = 0
     found = values.take(np.where(layout == NEW, 0, layout), axis)
     if fill is not None:
         found[(slice(None),) * axis + (layout == NEW,)] = fill
-    return found
-
-
-def dense(weight: np.ndarray, group: int) -> np.ndarray:
-    """Write the weight [K, C / group, ...] of a convolution with groups as that of one group [K, C, ...]."""
-    k, c = weight.shape[0] // group, weight.shape[1]
-    found = np.zeros((weight.shape[0], c * group, *weight.shape[2:]), weight.dtype)
-    for i in range(group):
-        found[i * k : (i + 1) * k, i * c : (i + 1) * c] = weight[i * k : (i + 1) * k]
     return found
 
 
@@ -190,19 +179,16 @@ class _Padder:
     def _pad_conv(self, node: NodeProto) -> None:
         channels, group = self.channels, attribute(node, 'group', 1)
         given, result = node.input[0], node.output[0]
-        if not channels.grow(given, result) and not channels.is_dense(node):
+        if not channels.grow(given, result):
             return
         # Axis 0 of a weight has all channels, axis 1 those of one group. Axis 0 of a Conv are its outputs
         full, of_group = (result, given) if node.op_type == 'Conv' else (given, result)
-        layouts, dense_groups = {0: channels.layout(full)}, 1
+        layouts = {0: channels.layout(full)}
         if channels.is_depthwise(node):
             _set(node, group=len(channels.layout(result)))
-        elif channels.is_dense(node):
-            layouts[1], dense_groups = channels.layout(of_group), group
-            _set(node, group=1)
         else:
             layouts[1] = channels.layout(of_group)[: len(channels.layout(of_group)) // group]
-        node.input[1] = self._stored(node.input[1], layouts, groups=dense_groups)
+        node.input[1] = self._stored(node.input[1], layouts)
         if len(node.input) > 2 and node.input[2]:
             node.input[2] = self._stored(node.input[2], {0: channels.layout(result)})
 
@@ -210,33 +196,32 @@ class _Padder:
         self.model.graph.initializer.append(numpy_helper.from_array(value, name))
         return name
 
-    def _stored(self, name: str, layouts: Mapping[int, Layout], fill: float | None = 0, groups: int = 1) -> str:
+    def _stored(self, name: str, layouts: Mapping[int, Layout], fill: float | None = 0) -> str:
         """Arrange a stored tensor, perhaps behind Q and DQ, by layouts of its axes, and return the name of the new one.
 
-        fill: see `spread`. groups: of a weight that becomes `dense`.
+        fill: see `spread`.
         """
-        if groups == 1 and not any((layout == NEW).any() for layout in layouts.values()):
+        if not any((layout == NEW).any() for layout in layouts.values()):
             return name
-        key = name, fill, groups, *((axis, layout.tobytes()) for axis, layout in layouts.items())
+        key = name, fill, *((axis, layout.tobytes()) for axis, layout in layouts.items())
         if key not in self.made:
             number = sum(made[0] == name for made in self.made)
             self.made[key] = f'{name}/padded{number or ""}'
             if name in self.graph.values:
                 value = self.graph.values[name]
-                value = dense(value, groups) if groups > 1 else value
                 for axis, layout in layouts.items():
                     value = spread(value, layout, axis, fill)
                 self._constant(self.made[key], value)
             else:
-                self._copy(self.graph.producer[name], self.made[key], layouts, fill, groups)
+                self._copy(self.graph.producer[name], self.made[key], layouts, fill)
         return self.made[key]
 
-    def _copy(self, node: NodeProto, name: str, layouts: Mapping[int, Layout], fill: float | None, groups: int) -> None:
+    def _copy(self, node: NodeProto, name: str, layouts: Mapping[int, Layout], fill: float | None) -> None:
         """Add a copy of a Q, DQ or Cast of a stored tensor that makes the padded tensor `name`."""
         copy = NodeProto()
         copy.CopyFrom(node)
         copy.name, copy.output[0] = name, name
-        copy.input[0] = self._stored(node.input[0], layouts, fill, groups)
+        copy.input[0] = self._stored(node.input[0], layouts, fill)
         axis = attribute(node, 'axis', 1) % self.channels.rank(node.input[0])
         for i, each in enumerate(node.input[1:], 1):  # scale, and zero point; a new channel has those of the first
             if self.graph.values[each].ndim and axis in layouts:

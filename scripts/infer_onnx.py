@@ -215,7 +215,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             total += len(rows)
     broken = f' ({skipped} more left out: NaN or infinite)' if skipped else ''
     saved = f', pictures in {folder}' if folder else ''
-    for line in getattr(predict, 'notes', ()):
+    for line in predict.notes:
         LOGGER.info(line)
     LOGGER.log(RESULT, f'{total} detections{broken} in {len(files) - unread} images{saved}')
     finish(*([] if folder else [command('scripts/infer_onnx.py', config.model, config.images, '--save')]))

@@ -21,7 +21,7 @@ def measured_by(backend: str) -> type[Measured]:
 
 def session_of(backend: str) -> type[Session]:
     """Return the class of a backend's sessions. backend: a key of BACKENDS."""
-    return measured_by(backend).opens  # type: ignore[attr-defined]
+    return measured_by(backend).opens
 
 
 def backends_of(path: Path) -> list[str]:

@@ -7,7 +7,6 @@ engine reads them.
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -15,7 +14,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from typing_extensions import override
+from typing_extensions import Self
 
 from utils.qat.backends.file_model import FileModel
 from utils.qat.backends.pytorch import TorchModel
@@ -122,7 +121,7 @@ def example(dtype: torch.dtype, shape: Sequence[int]) -> torch.Tensor:
     return torch.ones(shape, dtype=dtype)
 
 
-class Measured(ABC):
+class Measured:
     """A file under measurement.
 
     Attributes:
@@ -133,6 +132,7 @@ class Measured(ABC):
         stream: CUDA stream of the work; None on a CPU.
         parameters: their number; None if the engine does not tell.
         layers: their number, likewise.
+        opens: the class of its session.
         runs_on: types of the devices that it can run on.
         several: whether it can answer several queries at once, see `serve`.
         streams: number of queries at once, known after `serve`.
@@ -143,6 +143,7 @@ class Measured(ABC):
     stream: torch.cuda.Stream | None = None
     parameters: int | None = None
     layers: int | None = None
+    opens: type[Session]
     runs_on: tuple[str, ...] = ('cpu', 'cuda')
     several = False
     streams: int | None = None
@@ -156,6 +157,11 @@ class Measured(ABC):
         self.device, self.types, self.size = conditions.device, measurement.model.types, file.stat().st_size
         if self.device.type == 'cuda':
             self.stream = torch.cuda.Stream(self.device)
+        self.session = self.open(measurement, file, conditions)
+
+    def open(self, measurement: Measurement, file: Path, conditions: Conditions) -> Any:
+        """Open the session, by default as an evaluation does, and set `types` if the session knows more."""
+        return self.opens.open(file, self.device, measurement.backend)
 
     @classmethod
     def missing(cls, backend: str, device: torch.device) -> str:
@@ -200,13 +206,14 @@ class Measured(ABC):
     @property
     def notes(self) -> Sequence[str]:
         """Return notes on how the engine runs the file, known after the first run."""
-        return ()
+        return self.session.notes
 
-    def __enter__(self) -> Measured:
+    def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, *ended: object) -> None:
         """Free the memory on the device."""
+        self.session.__exit__(*ended)
 
     def prepare(self, inputs: Inputs) -> None:
         """Make data for the inputs, and run once to learn the sizes of all outputs."""
@@ -232,13 +239,13 @@ class Measured(ABC):
             for name, tensor in self.host.items():
                 self.inputs[name].copy_(tensor, non_blocking=True)
 
-    @abstractmethod
     def compute(self) -> None:
         """Queue one run on `inputs`, and set `outputs`."""
+        self.outputs = list(self.session.run(self.inputs).values())
 
-    @abstractmethod
     def predicting(self) -> FileModel | TorchModel:
         """Return the model for an evaluation."""
+        return FileModel(self.session)
 
     def download(self) -> None:
         """Queue the copies of the outputs from the GPU."""
@@ -253,38 +260,3 @@ class Measured(ABC):
             Number of queries, seconds they took, and seconds in the model, summed over the streams.
         """
         raise NotImplementedError(f'{type(self).__name__} answers one query after the other')
-
-
-class MeasuredSession(Measured):
-    """A session, as an evaluation has it, unless a subclass knows a faster way.
-
-    Attributes:
-        opens: its class.
-    """
-
-    opens: type[Session]
-
-    def __init__(self, measurement: Measurement, file: Path, conditions: Conditions) -> None:
-        super().__init__(measurement, file, conditions)
-        self.session = self.open(measurement, file, conditions)
-
-    def open(self, measurement: Measurement, file: Path, conditions: Conditions) -> Session:
-        """Open the session, and set `types` if the session knows more."""
-        return self.opens.open(file, self.device, measurement.backend)
-
-    @property
-    @override
-    def notes(self) -> Sequence[str]:
-        return self.session.notes
-
-    @override
-    def __exit__(self, *ended: object) -> None:
-        self.session.__exit__(*ended)
-
-    @override
-    def compute(self) -> None:
-        self.outputs = list(self.session.run(self.inputs).values())
-
-    @override
-    def predicting(self) -> FileModel:
-        return FileModel(self.session)

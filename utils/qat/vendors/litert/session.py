@@ -23,7 +23,7 @@ from typing_extensions import override
 
 from utils.qat.core.command import run_apart
 from utils.qat.core.errors import QatError, one_line
-from utils.qat.vendors.measured import MeasuredSession, ModelFile, OpenInputs
+from utils.qat.vendors.measured import Measured, ModelFile, OpenInputs
 from utils.qat.vendors.session import Session, Signature
 
 METADATA = 'metadata.json'  # member of the zip file that is appended to a .tflite file, where Ultralytics' package looks for it
@@ -204,7 +204,7 @@ def _values(stored: np.ndarray, tensor: dict[str, Any]) -> torch.Tensor:
     return (torch.from_numpy(stored.astype(np.float32)) - zero_point) * scale
 
 
-class MeasuredLiteRT(MeasuredSession):
+class MeasuredLiteRT(Measured):
     """LiteRT, whose input is written before the time is taken."""
 
     opens = LiteRT

@@ -24,7 +24,7 @@ from utils.qat.core.errors import QatError, one_line
 from utils.qat.core.machine import onnx_options
 from utils.qat.graph.onnx_file import require_bounded
 from utils.qat.graph.onnx_graph import constants, is_half, replace_nodes
-from utils.qat.vendors.measured import Conditions, MeasuredSession, Measurement
+from utils.qat.vendors.measured import Conditions, Measured, Measurement
 from utils.qat.vendors.session import Session, Signature, padded_note, simulated_note
 from utils.qat.vendors.vendor import SIMULATED
 
@@ -177,7 +177,7 @@ class OnnxRuntime(Session):
         return {o.name: torch.from_numpy(out).to(self.device) for o, out in zip(self.session.get_outputs(), outputs)}
 
 
-class MeasuredOnnxRuntime(MeasuredSession):
+class MeasuredOnnxRuntime(Measured):
     """ONNX Runtime with its own optimizations, such as Q/DQ fused into INT8 kernels, where it can load them."""
 
     opens = OnnxRuntime

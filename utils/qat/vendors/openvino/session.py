@@ -13,7 +13,7 @@ import torch
 from typing_extensions import override
 
 from utils.qat.core.errors import QatError
-from utils.qat.vendors.measured import Conditions, MeasuredSession, Measurement, ModelFile, OpenInputs, input_type
+from utils.qat.vendors.measured import Conditions, Measured, Measurement, ModelFile, OpenInputs, input_type
 from utils.qat.vendors.openvino.layers import Int8Layers, layers_of, quantized_convs, run_layers
 from utils.qat.vendors.openvino.model import load_openvino, metadata, one_core, read_model, reason
 from utils.qat.vendors.session import Session, Signature, padded_note
@@ -174,7 +174,7 @@ class OpenVINO(Session):
             raise QatError(f'{self.file}: OpenVINO cannot run it: {reason(e)}') from e
 
 
-class MeasuredOpenVINO(MeasuredSession):
+class MeasuredOpenVINO(Measured):
     """OpenVINO, which answers several queries in streams."""
 
     opens = OpenVINO

@@ -19,7 +19,7 @@ from utils.qat.core.errors import QatError, one_line
 from utils.qat.core.machine import instruction_flags
 from utils.qat.untrusted.program_archive import is_package, read_metadata
 from utils.qat.untrusted.torch_archive import Refused, plain_archive
-from utils.qat.vendors.measured import MeasuredSession, ModelFile
+from utils.qat.vendors.measured import Measured, ModelFile
 from utils.qat.vendors.pytorch.pt2 import Pt2, described, image_shape
 
 AGAIN = 'export it here with export_qat.py --include aoti'
@@ -124,7 +124,7 @@ class AotPackage(Pt2):
         return self.loader.run([images])
 
 
-class MeasuredPackage(MeasuredSession):
+class MeasuredPackage(Measured):
     """A package, as an evaluation has it."""
 
     opens = AotPackage

@@ -28,15 +28,23 @@ class HalfModel(TorchModel):
 class MeasuredPyTorch(Measured):
     """A YOLOv9 checkpoint in eager mode. A quantized one simulates INT8 in FP32, so its time is not INT8's."""
 
-    def __init__(self, measurement: Measurement, file: Path, conditions: Conditions) -> None:
-        super().__init__(measurement, file, conditions)
-        self.opened = conditions.open_checkpoint(file, self.device)
-        self.model, self.dtype = self.opened.model, torch.float32
-        self.types = SIMULATED if self.opened.recipe is not None else 'FP32'
-        if measurement.precision == 'fp16':
-            self.opened, self.dtype, self.types = HalfModel(self.model), torch.float16, 'FP16'
+    session: TorchModel
+
+    @override
+    def open(self, measurement: Measurement, file: Path, conditions: Conditions) -> TorchModel:
+        opened = conditions.open_checkpoint(file, self.device)
+        self.model, self.dtype = opened.model, torch.float32
+        self.types = SIMULATED if opened.recipe is not None else 'FP32'
         self.parameters = sum(p.numel() for p in self.model.parameters())
         self.layers = sum(any(True for _ in m.parameters(recurse=False)) for m in self.model.modules())
+        if measurement.precision != 'fp16':
+            return opened
+        self.dtype, self.types = torch.float16, 'FP16'
+        return HalfModel(self.model)
+
+    @override
+    def __exit__(self, *_: object) -> None:
+        """Leave the model to the garbage collector."""
 
     @staticmethod
     @override
@@ -60,7 +68,7 @@ class MeasuredPyTorch(Measured):
 
     @override
     def predicting(self) -> TorchModel:
-        return self.opened
+        return self.session
 
 
 MEASURED = MeasuredPyTorch

@@ -13,7 +13,7 @@ from typing_extensions import override
 
 from utils.qat.core.errors import QatError, one_line
 from utils.qat.untrusted.program_archive import archive_of, is_package, read_program
-from utils.qat.vendors.measured import MeasuredSession, ModelFile
+from utils.qat.vendors.measured import Measured, ModelFile
 from utils.qat.vendors.session import Session, Signature
 
 OUTPUTS = 'output0', 'output1'  # as an ONNX file names them
@@ -141,7 +141,7 @@ def described(file: Path, backend: str, metadata: Mapping[str, str]) -> ModelFil
     )
 
 
-class MeasuredProgram(MeasuredSession):
+class MeasuredProgram(Measured):
     """An exported program, as an evaluation has it."""
 
     opens = ExportedProgram

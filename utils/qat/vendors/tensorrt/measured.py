@@ -16,14 +16,14 @@ from typing_extensions import override
 from utils.qat.config.deploy import BuildConfig
 from utils.qat.core.errors import QatError
 from utils.qat.core.files import sha256
-from utils.qat.vendors.measured import Conditions, MeasuredSession, Measurement, ModelFile, OpenInputs, fixed_batch
+from utils.qat.vendors.measured import Conditions, Measured, Measurement, ModelFile, OpenInputs, fixed_batch
 from utils.qat.vendors.tensorrt.engine.api import load_tensorrt, product
 from utils.qat.vendors.tensorrt.engine.side_by_side import build_engines, jobs_here
 from utils.qat.vendors.tensorrt.engine.sidecar import read_sidecar, require_fit, this_gpu
 from utils.qat.vendors.tensorrt.session import TensorRT
 
 
-class MeasuredTensorRT(MeasuredSession):
+class MeasuredTensorRT(Measured):
     """An engine of TensorRT or TensorRT-RTX, with its own buffers, optionally as a CUDA graph."""
 
     opens = TensorRT

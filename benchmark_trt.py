@@ -25,8 +25,8 @@ from utils.qat.core.run_folder import own_folder
 if TYPE_CHECKING:
     import torch
 
-    from utils.qat.benchmark.measured import Measurement
     from utils.qat.benchmark.tables import Row
+    from utils.qat.vendors.measured import Measurement
 
 EPILOG = (
     'PyTorch runs a YOLOv9 checkpoint: MODEL.pt, or the .pt of the same name and precision beside MODEL.onnx. It simulates INT8, '
@@ -43,8 +43,8 @@ def parse_args(argv: Sequence[str] | None) -> BenchmarkConfig:
 
 def next_command(models: Sequence[Path], data: Path | None, tasks: Mapping[Path, Task]) -> str:
     """Return the command to type next: the audit of an ONNX file, the score of an engine, or the export of a checkpoint."""
-    from utils.qat.engine.sidecar import read_sidecar
     from utils.qat.untrusted.program_archive import is_package
+    from utils.qat.vendors.tensorrt.engine.sidecar import read_sidecar
 
     onnx, *others, engines = (
         [m for m in models if m.suffix.lower() == suffix] for suffix in ('.onnx', '.xml', '.tflite', '.pt2', '.engine')
@@ -83,13 +83,13 @@ def main(argv: Sequence[str] | None = None) -> None:
     from models.quantize.checkpoint import CheckpointFile
     from utils.qat.backends.pytorch import TorchModel
     from utils.qat.benchmark.accuracy import score
-    from utils.qat.benchmark.measured import Conditions
     from utils.qat.benchmark.model_files import give_sizes, read_model_files
     from utils.qat.benchmark.report import disturbance, write_benchmark
     from utils.qat.benchmark.run import run_in_groups
     from utils.qat.benchmark.sweep import measurements_of
     from utils.qat.benchmark.usage import Usage
     from utils.qat.core.machine import machine, select_device
+    from utils.qat.vendors.measured import Conditions
 
     def open_checkpoint(file: Path, device: torch.device) -> TorchModel:
         with quiet_upstream():

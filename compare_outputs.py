@@ -25,7 +25,7 @@ from utils.qat.core.errors import QatError
 from utils.qat.core.files import require_file
 from utils.qat.core.log import LOGGER, RESULT, bar, finish
 from utils.qat.core.run_folder import own_folder
-from utils.qat.engine.next_step import after_scoring
+from utils.qat.vendors.next_step import after_scoring
 
 if TYPE_CHECKING:
     import torch

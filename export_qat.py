@@ -60,7 +60,8 @@ def next_commands(export: Export) -> list[str]:
 
 def export_one(config: ExportConfig) -> bool:
     """Export a checkpoint. Returns whether its files keep the limits of --verify."""
-    from models.deploy.formats.format import load_format, open_export
+    from models.deploy.formats.format import open_export
+    from models.deploy.load import load_format
 
     verification = None
     with explain_out_of_memory(config.batch_size):

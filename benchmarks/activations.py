@@ -32,16 +32,16 @@ from models.quantize.activations import chosen_activations, exchanged, finished
 from models.quantize.calibration.calibrate import fit_ranges
 from models.quantize.calibration.ptq import prepare
 from openvino_nncf import CPU, in_bf16, quantized_by_nncf, time_in_turns
-from utils.qat.backends.onnxruntime import OnnxRuntime
-from utils.qat.backends.openvino import OpenVINO
 from utils.qat.backends.pytorch import TorchModel
 from utils.qat.config.qat import ACTIVATIONS, QuantizeConfig
+from utils.qat.config.tables import load_target
 from utils.qat.core.command import Parser, run_command
 from utils.qat.core.files import require_data, require_file, write_json
 from utils.qat.core.log import quiet_upstream
 from utils.qat.core.text import markdown_table
 from utils.qat.data.loaders import Loaders
-from utils.qat.targets.target import load_target
+from utils.qat.vendors.onnxruntime.session import OnnxRuntime
+from utils.qat.vendors.openvino.session import OpenVINO
 
 
 def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:

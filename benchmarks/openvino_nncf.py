@@ -36,9 +36,9 @@ from models.deploy.formats.onnx import export_onnx
 from models.quantize import checkpoint
 from models.quantize.calibration.ptq import calibrated
 from utils.qat.backends.file_model import FileModel
-from utils.qat.backends.openvino import OpenVINO, float_precisions
 from utils.qat.backends.pytorch import TorchModel, task_of
 from utils.qat.config.qat import QuantizeConfig
+from utils.qat.config.tables import load_target
 from utils.qat.core.command import Parser, run_command
 from utils.qat.core.errors import QatError
 from utils.qat.core.files import require_data, require_file, write_json
@@ -50,8 +50,8 @@ from utils.qat.data.image_folders import ImageFolders
 from utils.qat.data.loaders import Loaders
 from utils.qat.evaluation.classes import ClassMetrics
 from utils.qat.evaluation.evaluate import evaluate
-from utils.qat.graph.openvino_model import load_openvino
-from utils.qat.targets.target import load_target
+from utils.qat.vendors.openvino.model import load_openvino
+from utils.qat.vendors.openvino.session import OpenVINO, float_precisions
 
 CPU = torch.device('cpu')
 

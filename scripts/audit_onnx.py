@@ -41,9 +41,9 @@ def in_openvino(file: Path, reasons: dict[str, str], shown: int | None) -> tuple
     """
     import torch
 
-    from utils.qat.backends.openvino import OpenVINO
     from utils.qat.core.machine import instruction_sets
-    from utils.qat.graph.openvino_layers import layers_text, plain_layers
+    from utils.qat.vendors.openvino.layers import layers_text, plain_layers
+    from utils.qat.vendors.openvino.session import OpenVINO
 
     session = OpenVINO(file, torch.device('cpu'))
     inputs = session.signature().inputs
@@ -59,19 +59,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parse_args(argv)
     require_file(args.model, 'MODEL', ('.onnx',))
 
-    from utils.qat.config.tables import DEFAULT_TARGET
+    from utils.qat.config.tables import DEFAULT_TARGET, load_target
     from utils.qat.core.files import write_json
-    from utils.qat.engine.api import can_build
     from utils.qat.graph import audit
-    from utils.qat.graph.audit_rules import rules_of
     from utils.qat.graph.onnx_file import load, naming
     from utils.qat.graph.onnx_graph import has_zero_points, metadata_value
-    from utils.qat.targets.target import load_target
+    from utils.qat.vendors.graphs import graph_of
+    from utils.qat.vendors.tensorrt.engine.api import can_build
 
     model = load(args.model)
     with naming(args.model):
         target = load_target(metadata_value(model, 'target', DEFAULT_TARGET))
-        found = audit.audit(model, rules_of(target.name))
+        found = audit.audit(model, graph_of(target.name).RULES)
     shown, written = None if is_verbose() else SHOWN, {'file': str(args.model), **audit.plain_audit(found)}
     LOGGER.log(RESULT, f'{args.model}, for {target.title}\n{audit.audit_text(found, shown)}\n')
     if args.openvino:

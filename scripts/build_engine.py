@@ -26,7 +26,7 @@ from utils.qat.core.files import require_source
 from utils.qat.core.log import LOGGER, alive, bar, finish
 
 if TYPE_CHECKING:
-    from utils.qat.engine.plan import Plan
+    from utils.qat.vendors.tensorrt.engine.plan import Plan
 
 OLDEST_TUNER = 11, 1  # version of TensorRT whose trtexec has --tuneBuildRoutes
 
@@ -39,7 +39,7 @@ class Which(Action):
 
     def __call__(self, parser: ArgumentParser, *_: Any) -> None:
         """Print the version and end the process."""
-        from utils.qat.engine.api import find_trtexec, load_tensorrt, version_of
+        from utils.qat.vendors.tensorrt.engine.api import find_trtexec, load_tensorrt, version_of
 
         trtexec = find_trtexec()
         print(version_of(trtexec)[0] if trtexec else load_tensorrt().__version__.split('.')[0])
@@ -67,8 +67,8 @@ def measure_layers(config: BuildConfig, layer: Path, profile: Path) -> None:
     """Measure the layers of config.engine on random images of the best batch, and write the JSON files."""
     import torch
 
-    from utils.qat.backends.tensorrt import TensorRT
     from utils.qat.core.files import write_json
+    from utils.qat.vendors.tensorrt.session import TensorRT
 
     if not torch.cuda.is_available():
         raise QatError(
@@ -102,7 +102,7 @@ def tuning_arguments(config: BuildConfig, plan: Plan, folder: Path) -> list[str]
 
     import torch
 
-    from utils.qat.backends.onnxruntime import OnnxRuntime
+    from utils.qat.vendors.onnxruntime.session import OnnxRuntime
 
     generator = torch.Generator().manual_seed(0)
     inputs = {name: torch.rand(best, generator=generator) for name, (_, best, _) in plan.shapes.items()}
@@ -119,10 +119,10 @@ def build(config: BuildConfig, trtexec: str | None, layer: Path | None, profile:
 
     layer, profile: JSON files for a measurement of its layers; None = none.
     """
-    from utils.qat.engine.api import VERSIONS, version_of
-    from utils.qat.engine.build import EngineFromOnnx
-    from utils.qat.engine.plan import Plan
-    from utils.qat.engine.trtexec import build_with_trtexec
+    from utils.qat.vendors.tensorrt.engine.api import VERSIONS, version_of
+    from utils.qat.vendors.tensorrt.engine.build import EngineFromOnnx
+    from utils.qat.vendors.tensorrt.engine.plan import Plan
+    from utils.qat.vendors.tensorrt.engine.trtexec import build_with_trtexec
 
     version = version_of(trtexec) if trtexec else None
     require_tuner(config, version)
@@ -148,7 +148,7 @@ def build(config: BuildConfig, trtexec: str | None, layer: Path | None, profile:
 
 def earlier_build(config: BuildConfig) -> str:
     """Say how long the last build of this engine took; '' if nothing tells."""
-    from utils.qat.engine.sidecar import read_sidecar
+    from utils.qat.vendors.tensorrt.engine.sidecar import read_sidecar
 
     try:
         seconds = (read_sidecar(config.engine) or {}).get('seconds')
@@ -162,7 +162,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     config, graph = parse_args(argv)
     require_source(config.onnx, 'MODEL', ('.onnx',))
 
-    from utils.qat.engine.api import find_trtexec
+    from utils.qat.vendors.tensorrt.engine.api import find_trtexec
 
     if graph and config.tune_build_routes:
         raise QatError(

@@ -51,8 +51,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     args = parse_args(argv)
 
     from utils.qat.core.files import write_text
-    from utils.qat.engine import layer_graph, layer_rules, layer_tables
-    from utils.qat.engine.layers import read_engine
+    from utils.qat.vendors.tensorrt.engine import layer_graph, layer_rules, layer_tables
+    from utils.qat.vendors.tensorrt.engine.layers import read_engine
 
     engine = read_engine(args.layer, args.profile)
     prefix = args.output or args.layer.with_suffix('')

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     import torch
 
     from utils.qat.backends.detections import Detections, Placement
-    from utils.qat.backends.session import Session
+    from utils.qat.vendors.session import Session
 
 
 def image_files(path: Path) -> dict[Path, str]:
@@ -107,7 +107,7 @@ class DeepStreamFile:
 def open_model(config: InferConfig, device: torch.device) -> Any:
     """Open a detector or a segmentation model, see file_model.py."""
     from models.deploy.load import load_model
-    from utils.qat.backends.session import open_session
+    from utils.qat.vendors.load import open_session
 
     if config.model.suffix not in CHECKPOINTS:
         session = open_session(config.model, device, config.backend)
@@ -215,7 +215,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             total += len(rows)
     broken = f' ({skipped} more left out: NaN or infinite)' if skipped else ''
     saved = f', pictures in {folder}' if folder else ''
-    for line in getattr(predict, 'notes', ()):
+    for line in predict.notes:
         LOGGER.info(line)
     LOGGER.log(RESULT, f'{total} detections{broken} in {len(files) - unread} images{saved}')
     finish(*([] if folder else [command('scripts/infer_onnx.py', config.model, config.images, '--save')]))

@@ -35,7 +35,7 @@ done
 install_missing() { # TensorRT, and pytest with the packages of the tests; says why where it cannot
     # the folder in place of the current one, whose files must not run
     "$PYTHON" -c 'import sys; sys.path[:] = [sys.argv[1], *filter(None, sys.path)]
-from utils.qat.engine.api import load_tensorrt
+from utils.qat.vendors.tensorrt.engine.api import load_tensorrt
 load_tensorrt(sys.argv[2])' "$HERE" "$BACKEND" 2>/dev/null ||
         "$HERE/install_dependencies.sh" --tensorrt "$VERSION"
     "$PYTHON" -c 'import sys; sys.path[:] = filter(None, sys.path); import pytest' 2>/dev/null || "$HERE/install_dependencies.sh" --tests

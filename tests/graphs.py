@@ -8,8 +8,8 @@ import onnx.parser
 import onnxruntime
 from onnx import TensorProto, helper, numpy_helper
 
-from utils.qat.backends.onnxruntime import rounding
 from utils.qat.core.machine import onnx_options
+from utils.qat.vendors.onnxruntime.session import rounding
 
 FLOAT = TensorProto.FLOAT
 

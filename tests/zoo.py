@@ -24,8 +24,9 @@ from models.yolo import DetectionModel, SegmentationModel
 from utils.loss_tal_dual import ComputeLoss
 
 from models.deploy.agreement import output_differences
-from models.deploy.formats.format import Export, load_format
+from models.deploy.formats.format import Export
 from models.deploy.formats.onnx import export_onnx
+from models.deploy.load import load_format
 from models.quantize import checkpoint
 from models.quantize.blocks import is_quantized
 from models.quantize.calibration.calibrate import fit_ranges

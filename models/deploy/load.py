@@ -1,15 +1,18 @@
-"""Load a model from a file of any kind, ready to predict."""
+"""Load a model from a file of any kind, ready to predict; and what writes a kind of file."""
 
+from importlib import import_module
 from pathlib import Path
 
 import torch
 
+from models.deploy.formats.format import Format
 from models.quantize.checkpoint import CheckpointFile
 from models.quantize.quantizers import RoundedOnce
-from utils.qat.backends.file_model import FileModel, open_file
+from utils.qat.backends.file_model import FileModel
 from utils.qat.backends.pytorch import TorchModel
-from utils.qat.config.tables import CHECKPOINTS
+from utils.qat.config.tables import CHECKPOINTS, FORMATS
 from utils.qat.core.log import quiet_upstream
+from utils.qat.vendors.load import open_file
 
 
 def load_model(path: Path, device: torch.device, backend: str | None = None) -> TorchModel | FileModel:
@@ -26,3 +29,8 @@ def load_model(path: Path, device: torch.device, backend: str | None = None) -> 
     with quiet_upstream():
         model, quant = CheckpointFile(path).load_any(device)
         return TorchModel(model, quant, RoundedOnce(model))
+
+
+def load_format(name: str) -> Format:
+    """Import the module of a format and return its FORMAT. name: a key of FORMATS."""
+    return import_module(FORMATS[name].module).FORMAT

@@ -8,7 +8,6 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from models.deploy.formats.format import Export, Format
-from utils.qat.backends.file_model import open_file
 from utils.qat.config.common import LoaderConfig
 from utils.qat.config.tables import BACKENDS
 from utils.qat.core.files import sha256, write_json
@@ -16,6 +15,7 @@ from utils.qat.core.log import LOGGER, RESULT, bar
 from utils.qat.core.machine import versions
 from utils.qat.data.loaders import Loaders
 from utils.qat.evaluation.compare import compare_models
+from utils.qat.vendors.load import open_file
 
 
 class Verification:

@@ -16,8 +16,8 @@ from torchvision.ops.misc import SqueezeExcitation
 
 from models.quantize.network import left_out
 from utils.qat.config.qat import CalibrationConfig, QuantizeConfig
+from utils.qat.config.tables import load_target
 from utils.qat.core.errors import QatError
-from utils.qat.targets.target import load_target
 
 # The clamp, and the coefficients of x, x³ and x⁵. Of all such functions it has the least squared error for values around 0 with a
 # standard deviation of 1.5

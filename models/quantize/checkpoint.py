@@ -7,6 +7,7 @@ code of the file. Its SHA-256 is the hash of the bytes that were read.
 import datetime
 from collections.abc import Iterable
 from copy import deepcopy
+from importlib import import_module
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -32,6 +33,7 @@ from utils.qat.untrusted.torch_archive import Refused, read_archive
 from utils.qat.untrusted.torchvision_weights import network_of, network_with, old_state
 
 NEEDED = 'give a checkpoint of upstream train.py or train_dual.py'
+ORIGINS = 'ultralytics', 'mit'  # files in origins/, loaded because few checkpoints are of another training
 FORMAT = 2  # since 2 every scale is an FP16 number
 LARGEST_STRIDE = 1024  # pixels; YOLOv9 has 64 at most
 
@@ -41,7 +43,7 @@ class CheckpointFile:
 
     Attributes:
         kind: 'quantized' (by this toolkit), 'foreign' (of another yolov9-qat tool), 'float' (a YOLOv9 model of any of
-            origins.ORIGINS, or weights of a network of torchvision), 'state_dict' (tensors without a network) or 'other'.
+            ORIGINS, or weights of a network of torchvision), 'state_dict' (tensors without a network) or 'other'.
 
     Raises:
         QatError: the file is no torch.save archive (the zip format of PyTorch 1.6 and later). By `load_*`: it has another
@@ -59,9 +61,8 @@ class CheckpointFile:
             self.kind = _kind(self.archive.names)
         self.of_torchvision = of_network and self.kind == 'state_dict'
         if self.kind in ('state_dict', 'other') and not self.of_torchvision:
-            from models.quantize.origins.origin import origin_of  # here, because few files are of another training
-
-            self.origin = origin_of(self.archive)
+            known = (import_module(f'models.quantize.origins.{name}').ORIGIN for name in ORIGINS)
+            self.origin = next((origin for origin in known if origin.wrote(self.archive)), None)
         if self.of_torchvision or self.origin:
             self.kind = 'float'
 

@@ -14,9 +14,9 @@ from models.quantize.pickled_modules import TORCHVISION
 from models.quantize.quantizers import named_quantizers
 from models.quantize.scales import never_negative
 from utils.qat.backends.pytorch import task_of
-from utils.qat.config.tables import DEFAULT_TARGET
+from utils.qat.config.tables import DEFAULT_TARGET, load_target
 from utils.qat.core.errors import QatError
-from utils.qat.targets.target import Target, load_target
+from utils.qat.vendors.vendor import Target
 
 # Upstream's modules whose operations have all been reviewed: every operation that must be INT8 is INT8, by a twin or by
 # the quantized convolutions around it.

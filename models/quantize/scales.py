@@ -20,35 +20,11 @@ from torch.overrides import TorchFunctionMode
 
 from models.quantize.network import removed_after, run_on_blank_image
 from models.quantize.quantizers import Quantizer, named_quantizers, quantizers_off
+from utils.qat.graph.moves import IN_PYTORCH
 
-# Operations f with f(Q(x)) = Q(f(x)): they move or select values and compute nothing.
-COMMUTING = {
-    torch.cat,
-    torch.chunk,
-    torch.split,
-    torch.reshape,
-    torch.flatten,
-    torch.permute,
-    torch.transpose,
-    torch.squeeze,
-    torch.unsqueeze,
-    torch.max_pool2d,
-    F.max_pool2d,
-    torch.Tensor.chunk,
-    torch.Tensor.split,
-    torch.Tensor.view,
-    torch.Tensor.reshape,
-    torch.Tensor.flatten,
-    torch.Tensor.permute,
-    torch.Tensor.transpose,
-    torch.Tensor.squeeze,
-    torch.Tensor.unsqueeze,
-    torch.Tensor.contiguous,
-    torch.Tensor.__getitem__,
-}
-# Functions whose results are never negative, and functions that keep them so, besides COMMUTING
+# Functions whose results are never negative, and functions that keep them so, besides moves
 CUT_AT_ZERO = {F.relu, F.relu6, F.hardsigmoid, F.sigmoid, torch.relu, torch.sigmoid}
-KEEP_THE_SIGN = COMMUTING | {F.adaptive_avg_pool2d, F.avg_pool2d, F.dropout}
+KEEP_THE_SIGN = {F.adaptive_avg_pool2d, F.avg_pool2d, F.dropout}
 TWO_KEEP_THE_SIGN = {torch.Tensor.mul, torch.Tensor.add}  # of two tensors
 
 
@@ -82,8 +58,10 @@ def _tensors(value: Any) -> list[torch.Tensor]:
     return [t for part in value for t in _tensors(part)] if isinstance(value, (list, tuple)) else []
 
 
-def _is_nearest_resize(func: Any, args: tuple, kwargs: Mapping[str, Any]) -> bool:
-    return func is F.interpolate and (args[3] if len(args) > 3 else kwargs.get('mode', 'nearest')) == 'nearest'
+def _moves(func: Any, args: tuple, kwargs: Mapping[str, Any]) -> bool:
+    """Tell whether a function only moves values."""
+    nearest = func is F.interpolate and (args[3] if len(args) > 3 else kwargs.get('mode', 'nearest')) == 'nearest'
+    return nearest or getattr(func, '__name__', '') in IN_PYTORCH
 
 
 class _Watch(TorchFunctionMode):
@@ -102,7 +80,7 @@ class _Watch(TorchFunctionMode):
     ) -> Any:
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
-        if func in COMMUTING or _is_nearest_resize(func, args, kwargs):
+        if _moves(func, args, kwargs):
             self.groups.join(_tensors([*args, *kwargs.values()]) + _tensors(result))
         elif func is F.avg_pool2d:
             x, *settings = args
@@ -126,8 +104,7 @@ class _Signs(TorchFunctionMode):
         result = func(*args, **kwargs)
         given = _tensors([*args, *kwargs.values()])
         cut = func in CUT_AT_ZERO or (func is F.hardtanh and kwargs.get('min_val', -1) >= 0)  # which is nn.ReLU6
-        keeps = func in KEEP_THE_SIGN or (func in TWO_KEEP_THE_SIGN and len(given) == 2)
-        keeps = keeps or _is_nearest_resize(func, args, kwargs)
+        keeps = _moves(func, args, kwargs) or func in KEEP_THE_SIGN or (func in TWO_KEEP_THE_SIGN and len(given) == 2)
         if cut or (keeps and given and all(id(x) in self.found for x in given)):
             self.found.update((id(x), x) for x in _tensors(result))
         return result

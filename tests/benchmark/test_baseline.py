@@ -10,10 +10,11 @@ import pytest
 from zoo import command as run
 
 from models.deploy.formats.onnx import export_onnx
-from utils.qat.benchmark.baseline import SIMULATED, baseline_of, speed_conclusions
+from utils.qat.benchmark.baseline import baseline_of, speed_conclusions
 from utils.qat.benchmark.tables import precision_table
 from utils.qat.config.deploy import BenchmarkConfig, image_sizes
 from utils.qat.core.errors import QatError
+from utils.qat.vendors.vendor import SIMULATED
 
 SIZE = 64
 

@@ -27,9 +27,7 @@ from zoo import program
 
 from models.quantize.checkpoint import CheckpointFile
 from utils.qat.backends.pytorch import TorchModel
-from utils.qat.benchmark.measured import Conditions, Measurement
-from utils.qat.benchmark.measured_backends import MeasuredOpenVINO, file_to_run, measured_by
-from utils.qat.benchmark.model_files import BATCHES, ModelFile, give_sizes, read_model_files, shapes_of
+from utils.qat.benchmark.model_files import give_sizes, read_model_files, shapes_of
 from utils.qat.benchmark.run import LEAST_QUERIES, TURNS
 from utils.qat.benchmark.sweep import measurements_of
 from utils.qat.benchmark.timing import HostEvent, Timing, in_line, statistics
@@ -37,7 +35,11 @@ from utils.qat.benchmark.usage import PERIOD, Usage
 from utils.qat.config.deploy import BenchmarkConfig, milliseconds
 from utils.qat.core.command import run_command
 from utils.qat.core.errors import QatError
-from utils.qat.graph.openvino_model import write_ir
+from utils.qat.vendors.load import measured_by
+from utils.qat.vendors.measured import BATCHES, Conditions, Measurement, ModelFile
+from utils.qat.vendors.openvino.model import write_ir
+from utils.qat.vendors.openvino.session import MeasuredOpenVINO
+from utils.qat.vendors.tensorrt.measured import MeasuredTensorRT
 
 CPU = torch.device('cpu')
 NO_OPENVINO = MeasuredOpenVINO.missing('openvino', CPU)
@@ -411,7 +413,7 @@ def test_an_engine_is_built_once_and_again_for_another_tensorrt(tmp_path, capsys
         """Path of the engine, and whether it was built."""
         measurement = Measurement(model, 'rtx', 'fp32', None, batch, {})
         conditions = Conditions(BenchmarkConfig([file], project=tmp_path, **options), CPU, open_checkpoint)
-        return file_to_run(measurement, conditions), 'building ' in capsys.readouterr().out
+        return MeasuredTensorRT.file_to_run(measurement, conditions), 'building ' in capsys.readouterr().out
 
     two, built = engine(2)
     assert two.parent == tmp_path / 'engines' and two.exists() and built

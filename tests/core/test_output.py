@@ -28,10 +28,10 @@ from utils.qat.config.settings import typed_words
 from utils.qat.core.command import command, run_command
 from utils.qat.core.log import LOGGER, RESULT, TERMINAL, bar, log_to, quiet_upstream
 from utils.qat.core.text import markdown_table, width
-from utils.qat.engine.api import can_build
 from utils.qat.evaluation.score_tables import MOST, plot_classes
 from utils.qat.run.report import write_report
 from utils.qat.run.state import State
+from utils.qat.vendors.tensorrt.engine.api import can_build
 
 
 def parse_args(words):

@@ -18,19 +18,19 @@ from onnx import helper
 from tqdm import tqdm
 from zoo import command, python
 
-from utils.qat.backends.onnxruntime import OnnxRuntime
-from utils.qat.backends.tensorrt import require_within
 from utils.qat.config.deploy import BuildConfig, min_opt_max
 from utils.qat.core.errors import QatError
 from utils.qat.core.files import sha256
-from utils.qat.engine.api import VERSIONS, version_in, version_of
-from utils.qat.engine.build import EngineFromOnnx
-from utils.qat.engine.plan import Plan
-from utils.qat.engine.side_by_side import build_engines, jobs_here
-from utils.qat.engine.sidecar import read_sidecar, require_fit, sidecar_of, write_sidecar
-from utils.qat.engine.trtexec import arguments, build_with_trtexec
-from utils.qat.graph.half import to_half
 from utils.qat.graph.passes import store_int8_weights
+from utils.qat.vendors.onnxruntime.session import OnnxRuntime
+from utils.qat.vendors.tensorrt.engine.api import VERSIONS, version_in, version_of
+from utils.qat.vendors.tensorrt.engine.build import EngineFromOnnx
+from utils.qat.vendors.tensorrt.engine.plan import Plan
+from utils.qat.vendors.tensorrt.engine.side_by_side import build_engines, jobs_here
+from utils.qat.vendors.tensorrt.engine.sidecar import read_sidecar, require_fit, sidecar_of, write_sidecar
+from utils.qat.vendors.tensorrt.engine.trtexec import arguments, build_with_trtexec
+from utils.qat.vendors.tensorrt.half import to_half
+from utils.qat.vendors.tensorrt.session import require_within
 
 FLOAT_CONV = graph_of(
     [node('Conv', 'x', 'w', 'y')],
@@ -266,7 +266,7 @@ def test_engines_side_by_side(rtx, tmp_path):
 
 def test_jobs_are_as_asked_and_one_for_a_core_at_most(monkeypatch):
     assert jobs_here(7) == 7
-    monkeypatch.setattr('utils.qat.engine.side_by_side.usable_cores', lambda: 1)
+    monkeypatch.setattr('utils.qat.vendors.tensorrt.engine.side_by_side.usable_cores', lambda: 1)
     assert jobs_here(None) == 1
 
 

@@ -21,9 +21,9 @@ from zoo import program, python
 from test_imports import IMPORTS, within
 from utils.qat.core.command import run_command
 from utils.qat.core.errors import QatError
-from utils.qat.engine import layer_graph, layer_tables
-from utils.qat.engine.layer_rules import findings, is_qdq, is_reformat, tensor_cores
-from utils.qat.engine.layers import Layer, Tensor, dtype, read_engine
+from utils.qat.vendors.tensorrt.engine import layer_graph, layer_tables
+from utils.qat.vendors.tensorrt.engine.layer_rules import findings, is_qdq, is_reformat, tensor_cores
+from utils.qat.vendors.tensorrt.engine.layers import Layer, Tensor, dtype, read_engine
 
 OLD, NEW = 'TensorRT 8.6 and 10', 'TensorRT 11'
 WORDS = {  # type → (Format/Datatype of 8.6 and 10; Datatype and Format of 11)
@@ -681,4 +681,4 @@ def test_a_missing_file_and_a_missing_flag(tmp_path, capsys):
 
 @pytest.mark.parametrize('module', ['layers', 'layer_rules', 'layer_tables', 'layer_graph'])
 def test_reading_an_engine_needs_neither_torch_nor_tensorrt(module):
-    assert not within(IMPORTS[REPO / f'utils/qat/engine/{module}.py'], 'torch', 'tensorrt', 'models')
+    assert not within(IMPORTS[REPO / f'utils/qat/vendors/tensorrt/engine/{module}.py'], 'torch', 'tensorrt', 'models')

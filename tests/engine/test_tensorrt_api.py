@@ -13,14 +13,14 @@ import pytest
 from conftest import REPO
 
 from utils.qat.core.errors import QatError
-from utils.qat.engine.api import VERSIONS, Capability, capabilities, load_tensorrt
+from utils.qat.vendors.tensorrt.engine.api import VERSIONS, Capability, capabilities, load_tensorrt
 
 SURFACES = json.loads((REPO / 'tests/data/tensorrt_api.json').read_text())
 del SURFACES['source']
 FILES = [
-    REPO / 'utils/qat/engine/api.py',
-    REPO / 'utils/qat/engine/build.py',
-    REPO / 'utils/qat/backends/tensorrt.py',
+    REPO / 'utils/qat/vendors/tensorrt/engine/api.py',
+    REPO / 'utils/qat/vendors/tensorrt/engine/build.py',
+    REPO / 'utils/qat/vendors/tensorrt/session.py',
     REPO / 'examples/infer_engine.py',
 ]
 # An expression in these files → the class whose attributes are asked of it

@@ -23,7 +23,7 @@ from models.quantize.convert import quantize_model
 from utils.qat.config.export import NMS_LIMITS, Nms, Pooling
 from utils.qat.graph import onnx_graph
 from utils.qat.graph.ends import add_nms
-from utils.qat.graph.half import to_half
+from utils.qat.vendors.tensorrt.half import to_half
 
 trt = pytest.importorskip(
     'tensorrt_rtx_bindings', reason='no TensorRT-RTX: ./install_dependencies.sh --tests (Linux x86_64 only)'

@@ -14,12 +14,12 @@ from zoo import command, holds, rows_of
 from labelled import CPU, PERFECT, boxes_of, labels_of, val_images, words
 from models.deploy.formats.onnx import export_onnx
 from utils.qat.backends.detections import detect
-from utils.qat.backends.file_model import open_file
 from utils.qat.backends.pytorch import TorchModel
 from utils.qat.config.qat import EvalConfig
 from utils.qat.core.errors import QatError
 from utils.qat.data.dataset import load_data
 from utils.qat.evaluation.evaluate import evaluate
+from utils.qat.vendors.load import open_file
 
 SIZE, BATCH = 320, 4  # the images' own size: nothing is resized, so that figures by hand are exact
 FIGURES = 'ap', 'ap50', 'precision', 'recall'

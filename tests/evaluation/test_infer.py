@@ -28,11 +28,11 @@ from models.deploy.formats.deepstream import deepstream_layout
 from models.deploy.formats.onnx import export_onnx
 from models.deploy.formats.onnx_end2end import export_end2end
 from utils.qat.backends.detections import Detections, detect
-from utils.qat.backends.file_model import open_file
 from utils.qat.config.deploy import InferConfig
 from utils.qat.config.export import Nms, Pooling
 from utils.qat.core.command import run_command
 from utils.qat.data.masks import BoxMasks
+from utils.qat.vendors.load import open_file
 
 client = program('scripts/infer_onnx.py')
 SIZE, CONF, IOU = 128, 0.01, 0.6
@@ -380,7 +380,7 @@ def test_the_engine_finds_what_the_onnx_file_finds(files, evaluated, tmp_path):
     pytest.importorskip('tensorrt')
     pytest.importorskip('cuda.bindings.runtime')
     from utils.qat.config.deploy import BuildConfig
-    from utils.qat.engine.build import EngineFromOnnx
+    from utils.qat.vendors.tensorrt.engine.build import EngineFromOnnx
 
     engine = program('examples/infer_engine.py')
     EngineFromOnnx(BuildConfig(files / 'plain.onnx', engine=tmp_path / 'plain.engine')).build()

@@ -17,11 +17,11 @@ from models.deploy.formats.deepstream import deepstream_config, deepstream_layou
 from models.deploy.formats.onnx import export_onnx
 from models.deploy.formats.onnx_end2end import torch_masks, torch_nms
 from models.quantize.checkpoint import CheckpointFile
-from utils.qat.backends.file_model import open_file
 from utils.qat.config.export import Nms, Pooling
 from utils.qat.core.command import run_command
 from utils.qat.core.errors import QatError
 from utils.qat.graph import onnx_graph
+from utils.qat.vendors.load import open_file
 
 export_yolov9 = program('export_yoloV9.py').main
 

@@ -32,7 +32,6 @@ from models.deploy.formats.onnx_end2end import (
     torch_nms,
 )
 from utils.qat.backends.detections import prepared
-from utils.qat.backends.file_model import open_file
 from utils.qat.config.export import END2END, MASKS, NMS_LIMITS, PLUGIN, Nms, Pooling
 from utils.qat.core.errors import QatError
 from utils.qat.core.log import quiet_upstream
@@ -42,6 +41,7 @@ from utils.qat.graph.ends import DOMAIN, GraphWriter, add_nms, add_standard
 from utils.qat.graph.onnx_graph import count_qdq, opset
 from utils.qat.graph.passes import set_metadata
 from utils.qat.graph.triton_config import triton_config
+from utils.qat.vendors.load import open_file
 
 CPU = torch.device('cpu')
 SIDE = 64  # pixels, of the images that the graphs made by hand are for

@@ -15,12 +15,12 @@ from zoo import build, fuse, image
 from models.deploy.agreement import LIMITS, output_differences, traceable_copy
 from models.deploy.formats.onnx import export_onnx
 from models.quantize.blocks import QuantConv2d
-from utils.qat.backends.file_model import open_file
-from utils.qat.backends.onnxruntime import quantize_in_fp32, rounding, rounds_fp16
 from utils.qat.core.errors import QatError
 from utils.qat.graph import onnx_graph
-from utils.qat.graph.half import to_half
 from utils.qat.graph.passes import store_int8_weights
+from utils.qat.vendors.load import open_file
+from utils.qat.vendors.onnxruntime.session import quantize_in_fp32, rounding, rounds_fp16
+from utils.qat.vendors.tensorrt.half import to_half
 
 HALF, INT64 = TensorProto.FLOAT16, TensorProto.INT64
 NP = {FLOAT: np.float32, TensorProto.UINT8: np.uint8}

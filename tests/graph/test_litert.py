@@ -16,13 +16,13 @@ from faults import answer, sampled
 from zoo import DUAL, SEGMENT, SINGLE, SMALL, command, deployed
 
 from models.deploy.decomposed import GriddedWeight, StoredWeight
-from models.deploy.formats.litert import load_converter
 from models.quantize.blocks import QuantResidual
 from models.quantize.quantizers import UNIT_SCALE, named_quantizers
 from test_targets import prepared
-from utils.qat.backends.litert import METADATA, LiteRT, load_litert, read_metadata
+from utils.qat.config.tables import load_target
 from utils.qat.core.errors import QatError
-from utils.qat.targets.target import load_target
+from utils.qat.vendors.litert.session import METADATA, LiteRT, load_litert, read_metadata
+from utils.qat.vendors.litert.write import load_converter
 
 LITERT, CPU, SIDE = load_target('litert'), torch.device('cpu'), 64
 try:

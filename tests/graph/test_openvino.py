@@ -30,9 +30,7 @@ from models.deploy.formats.onnx import export_onnx
 from models.deploy.formats.onnx_end2end import export_end2end
 from models.quantize.checkpoint import CheckpointFile
 from test_targets import exported
-from utils.qat.backends.file_model import FileModel, open_file
-from utils.qat.backends.openvino import OVERFLOW, OpenVINO
-from utils.qat.benchmark.measured_backends import MeasuredOpenVINO
+from utils.qat.backends.file_model import FileModel
 from utils.qat.config.export import Nms
 from utils.qat.core.errors import QatError
 from utils.qat.core.machine import instruction_flags
@@ -40,7 +38,10 @@ from utils.qat.graph import passes
 from utils.qat.graph.audit import audit
 from utils.qat.graph.audit_rules import DFL
 from utils.qat.graph.onnx_graph import count_qdq
-from utils.qat.graph.openvino_layers import INTEGERS
+from utils.qat.vendors.load import open_file
+from utils.qat.vendors.openvino.graph import fake_quantize, multiply_dfl
+from utils.qat.vendors.openvino.layers import INTEGERS
+from utils.qat.vendors.openvino.session import OVERFLOW, MeasuredOpenVINO, OpenVINO
 
 CPU = torch.device('cpu')
 NO_OPENVINO = MeasuredOpenVINO.missing('openvino', CPU)
@@ -182,11 +183,11 @@ def test_the_integral_over_boxes_is_a_product(changed):
     model = by_hand(text, initializers={'weight': integers})
     if changed == 'opset':
         model.opset_import[0].version = 12
-        assert passes.multiply_dfl(copy(model)) == model
+        assert multiply_dfl(copy(model)) == model
         return
-    (before,), (after,) = (run_onnx(each, {'x': XS}) for each in (model, passes.multiply_dfl(copy(model))))
+    (before,), (after,) = (run_onnx(each, {'x': XS}) for each in (model, multiply_dfl(copy(model))))
     np.testing.assert_allclose(after.ravel(), before.ravel(), rtol=1e-6)
-    assert ([n.op_type for n in passes.multiply_dfl(model).graph.node] == ['Softmax', 'MatMul']) == (not changed)
+    assert ([n.op_type for n in multiply_dfl(model).graph.node] == ['Softmax', 'MatMul']) == (not changed)
 
 
 @pytest.mark.parametrize('scale, tolerance', [('scale', 0), ('other scale', 1e-6)])
@@ -196,7 +197,7 @@ def test_fake_quantize_has_the_limits_of_the_pair(scale, tolerance, tmp_path):
         f'a = QDQ(x) i = QuantizeLinear(x, scale, zero) k = DequantizeLinear(i, "{scale}", zero) y = Add(a, k)'
     )
     onnx.save(model, tmp_path / 'model.onnx')
-    ops = [n.op_type for n in passes.fake_quantize(copy(model)).graph.node]
+    ops = [n.op_type for n in fake_quantize(copy(model)).graph.node]
     assert ops.count('FakeQuantize') == 2 and not {'QuantizeLinear', 'DequantizeLinear'} & set(ops)
     (found,) = OpenVINO(tmp_path / 'model.onnx', CPU).run({'x': torch.from_numpy(XS)}).values()
     np.testing.assert_allclose(found.numpy(), run_onnx(model, {'x': XS})[0], rtol=tolerance, atol=0)
@@ -207,7 +208,7 @@ def test_fake_quantize_of_fp16_has_its_limits_in_fp32(tmp_path):
         'f = Cast<to = 10>(x) a = QDQ(f) y = Cast<to = 1>(a)', initializers={'scale': np.float16(0.1)}, opset=19
     )
     onnx.save(model, tmp_path / 'model.onnx')
-    typed = passes.fake_quantize(copy(model))
+    typed = fake_quantize(copy(model))
     limits = [i for i in typed.graph.initializer if i.name.startswith('limit')]
     assert len(limits) == 2 and {i.data_type for i in limits} == {onnx.TensorProto.FLOAT}
     (found,) = OpenVINO(tmp_path / 'model.onnx', CPU).run({'x': torch.from_numpy(XS)}).values()
@@ -223,7 +224,7 @@ def refused(*_, **__):
 socket.socket.connect = socket.getaddrinfo = socket.create_connection = refused
 from pathlib import Path
 import torch
-from utils.qat.backends.openvino import OpenVINO
+from utils.qat.vendors.openvino.session import OpenVINO
 session = OpenVINO(Path(sys.argv[1]), torch.device('cpu'))
 session.run({'images': torch.zeros(1, 3, 64, 64)})
 print(sys.modules['openvino_telemetry'], session.settings['INFERENCE_NUM_THREADS'])
@@ -248,7 +249,7 @@ FORGOTTEN = """
 import signal, sys, threading
 from pathlib import Path
 import torch
-from utils.qat.backends.openvino import OpenVINO
+from utils.qat.vendors.openvino.session import OpenVINO
 sessions = [OpenVINO(Path(sys.argv[1]), torch.device('cpu'))]
 sessions[0].run({'images': torch.zeros(1, 3, 64, 64)})
 thread = threading.Thread(target=sessions.clear)

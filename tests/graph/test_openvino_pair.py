@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 from graphs import graph_of, node
 
-from models.deploy.formats import openvino
-from models.deploy.formats.openvino import atomic_pair
 from utils.qat.core import files
-from utils.qat.graph.openvino_model import one_core, write_ir
+from utils.qat.vendors.openvino import write as openvino
+from utils.qat.vendors.openvino.model import one_core, write_ir
+from utils.qat.vendors.openvino.write import atomic_pair
 
 pytest.importorskip('openvino')
 CODE = {module.__file__ for module in (openvino, files)}

@@ -18,23 +18,24 @@ from onnx.reference import ReferenceEvaluator
 from segmenters import BACKBONE, HEADS
 from zoo import SMALL, build, command, fuse, image, program, rows_of, settings
 
-from models.deploy.formats.format import Export, load_format
+from models.deploy.formats.format import Export
 from models.deploy.formats.onnx import export_onnx
+from models.deploy.load import load_format
 from models.quantize.activations import exchangeable, exchanged, finished
 from models.quantize.calibration.calibrate import fit_ranges
 from models.quantize.convert import quantize_model
 from models.quantize.reparameterize import reparameterize
 from models.quantize.scales import tie_scales
-from utils.qat.backends.openvino import OpenVINO
 from utils.qat.backends.pytorch import TorchModel
 from utils.qat.config.export import INT8_LIMITS, ExportConfig
+from utils.qat.config.tables import load_target
 from utils.qat.core.errors import QatError
 from utils.qat.graph import padding
 from utils.qat.graph.audit import audit, audit_text
 from utils.qat.graph.channels import NEW, Channels
 from utils.qat.graph.onnx_graph import QDQ, attribute, constants
 from utils.qat.graph.padding import PADDED, pad
-from utils.qat.targets.target import load_target
+from utils.qat.vendors.openvino.session import OpenVINO
 
 MULTIPLE = load_target('tensorrt').multiple
 
@@ -495,15 +496,15 @@ def test_an_end2end_file_finds_the_same(small, tmp_path):
 @pytest.mark.parametrize('target', ['openvino', 'onnxruntime', 'litert'])
 def test_other_targets_keep_their_widths(target):
     made = Export(ExportConfig('m.pt'), TorchModel(quantized('small'), {'recipe': {'target': target}}), [])
-    assert made.multiple == load_target(target).multiple == 1
+    assert made.widths == load_target(target).multiple == 1
 
 
 def test_float_models_and_classifiers_keep_their_widths(small, tmp_path):
-    assert Export(ExportConfig('m.pt'), TorchModel(small.float_model()), []).multiple == 1
+    assert Export(ExportConfig('m.pt'), TorchModel(small.float_model()), []).widths == 1
     model = classifiers.loaded('yolo', tmp_path)
     quantize_model(model)
     fit_ranges(model, [classifiers.images()], settings())
-    assert Export(ExportConfig('m.pt'), TorchModel(model, {'recipe': {}}), []).multiple == 1
+    assert Export(ExportConfig('m.pt'), TorchModel(model, {'recipe': {}}), []).widths == 1
 
 
 @pytest.mark.parametrize('words', [[], ['--no-pad']])

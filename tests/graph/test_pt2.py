@@ -18,20 +18,19 @@ from zoo import command, deployed, program, python, same, settings
 
 from models.deploy.agreement import made_images, output_differences, traceable_copy
 from models.deploy.decomposed import on_integers
-from models.deploy.formats.aoti import require_compiler
 from models.deploy.formats.onnx import input_metadata
 from models.quantize.blocks import QuantConv2d
 from models.quantize.calibration.calibrate import fit_ranges
 from models.quantize.convert import quantize_model
 from models.quantize.quantizers import named_quantizers
 from models.quantize.scales import tie_scales
-from utils.qat.backends.file_model import open_file
-from utils.qat.backends.pt2 import ExportedProgram
-from utils.qat.config.tables import TARGETS
+from utils.qat.config.tables import TARGETS, load_target
 from utils.qat.core.errors import QatError
 from utils.qat.graph.padding import PADDED
-from utils.qat.targets.target import load_target
 from utils.qat.untrusted.program_archive import read_program
+from utils.qat.vendors.load import open_file
+from utils.qat.vendors.pytorch.pt2 import ExportedProgram
+from utils.qat.vendors.pytorch.write_aoti import require_compiler
 
 SIDE = 64
 
@@ -113,7 +112,7 @@ def test_half_is_near_the_float_program(small, tmp_path):
 
 def test_a_fresh_process_computes_the_same(files):
     text = (
-        'import torch, sys; from pathlib import Path; from utils.qat.backends.file_model import open_file; '
+        'import torch, sys; from pathlib import Path; from utils.qat.vendors.load import open_file; '
         'from models.deploy.agreement import made_images; '
         f'print(open_file(Path(sys.argv[1]))(made_images(1, ({SIDE}, {SIDE}))).double().sum().item())'
     )
@@ -180,7 +179,7 @@ def with_metadata(file, new, **changes):
 
 @of_packages
 def test_a_package_computes_in_integers(small, packages):
-    from utils.qat.backends.aoti import AotPackage, compiled_layers
+    from utils.qat.vendors.pytorch.aoti import AotPackage, compiled_layers
 
     model = small.quantized_model()
     quantized = sum(isinstance(m, QuantConv2d) for m in model.modules())
@@ -205,7 +204,7 @@ def test_commands_take_packages(small, packages, tmp_path):
 
 @of_packages
 def test_a_package_of_another_machine_is_refused(packages, tmp_path):
-    from utils.qat.backends.aoti import AotPackage
+    from utils.qat.vendors.pytorch.aoti import AotPackage
 
     good = packages / 'float-aoti.pt2'
     for changes, said in (

@@ -20,18 +20,18 @@ from models.quantize.convert import find_twins, quantize_model
 from models.quantize.quantizers import named_quantizers
 from models.quantize.reparameterize import reparameterize
 from models.quantize.scales import tie_scales
-from utils.qat.backends.openvino import OpenVINO
-from utils.qat.benchmark.measured_backends import MeasuredOpenVINO
 from utils.qat.config.qat import QuantizeConfig
 from utils.qat.config.settings import option_of
-from utils.qat.config.tables import DEFAULT_TARGET, TARGETS, TargetText
+from utils.qat.config.tables import DEFAULT_TARGET, TARGETS, load_target
 from utils.qat.core.errors import QatError
 from utils.qat.graph.audit import audit, finding_counts
-from utils.qat.graph.audit_rules import DFL, HEAD, rules_of
+from utils.qat.graph.audit_rules import DFL, HEAD
 from utils.qat.graph.onnx_graph import QDQ, constants, count_qdq, has_zero_points, metadata_value
 from utils.qat.graph.passes import unsigned_activations
 from utils.qat.run.sensitivity_summary import FILE
-from utils.qat.targets.target import load_target
+from utils.qat.vendors.graphs import graph_of
+from utils.qat.vendors.openvino.session import MeasuredOpenVINO, OpenVINO
+from utils.qat.vendors.vendor import Target
 
 TENSORRT, OPENVINO, ORT = map(load_target, ('tensorrt', 'openvino', 'onnxruntime'))
 CPU = torch.device('cpu')
@@ -104,7 +104,7 @@ def test_onnxruntime_computes_every_quantized_convolution_in_integers(network, t
     other = not isinstance(network, str)
     name, changes = ('small', {'activation': f'nn.{network.__name__}()'}) if other else (network, {})
     done, graph = exported(name, tmp_path / 'model.onnx', ORT, **changes)
-    assert audit(graph, rules_of('onnxruntime')).findings == [] and not unread(onnx.load(tmp_path / 'model.onnx'))
+    assert audit(graph, graph_of('onnxruntime').RULES).findings == [] and not unread(onnx.load(tmp_path / 'model.onnx'))
     ran, kinds = in_onnxruntime(tmp_path / 'model.onnx', tmp_path), Counter(done.swapped.values())
     assert ran['QLinearConv'] == kinds['Conv2d'] and (ran['QLinearSigmoid'] == kinds['SiLU'] or kinds['Sigmoid'])
     assert ran['Conv'] == len(done.kept_float), 'float by design: outputs of the head, and DFL'
@@ -116,7 +116,9 @@ def test_a_file_for_tensorrt_stays_in_float_there(tmp_path):
     """Without Q/DQ around SiLU: the reason for the target. Its audit names each convolution."""
     done, graph = exported('small', tmp_path / 'model.onnx')
     assert not in_onnxruntime(tmp_path / 'model.onnx', tmp_path)['QLinearConv']
-    open_ends = [finding for finding in audit(graph, rules_of('onnxruntime')).findings if finding.kind == 'open end']
+    open_ends = [
+        finding for finding in audit(graph, graph_of('onnxruntime').RULES).findings if finding.kind == 'open end'
+    ]
     assert len(open_ends) == Counter(done.swapped.values())['Conv2d'] and audit(graph).findings == []
 
 
@@ -125,7 +127,7 @@ def test_openvino_computes_all_of_the_head_in_integers(name, tmp_path):
     """And all else that is quantized. In float: the coefficients of masks, and DFL, which is no convolution there."""
     file = tmp_path / 'model.onnx'
     done, graph = exported(name, file, OPENVINO)
-    assert audit(graph, rules_of('openvino')).findings == []
+    assert audit(graph, graph_of('openvino').RULES).findings == []
     assert len(done.kept_float) == (4 if name.endswith('seg') else 1)
     if MeasuredOpenVINO.missing('openvino', CPU):
         pytest.skip('no OpenVINO')
@@ -138,7 +140,7 @@ def test_a_detector_has_unsigned_integers_for_openvino_only_behind_a_relu(tmp_pa
     """So a file of SiLU goes to TensorRT as well, a file of ReLU does not."""
     for activation, unsigned in (('nn.SiLU()', False), ('nn.ReLU()', True)):
         _, graph = exported('small', tmp_path / 'model.onnx', OPENVINO, activation=activation)
-        assert has_zero_points(graph) == unsigned and audit(graph, rules_of('openvino')).findings == []
+        assert has_zero_points(graph) == unsigned and audit(graph, graph_of('openvino').RULES).findings == []
         values = constants(graph)
         zeros = {values[n.input[2]].dtype.name: values[n.input[2]].max() for n in graph.graph.node if n.op_type in QDQ}
         assert zeros == {'int8': 0, **({'uint8': 0} if unsigned else {})}, 'any other is float on a CPU with AMX'
@@ -169,7 +171,7 @@ def test_a_block_in_float_by_choice_behind_a_sum_is_no_fault_of_the_sum(tmp_path
     tie_scales(model)
     fit_ranges(model, [image()], settings())
     export_onnx(model, tmp_path / 'model.onnx', (64, 64), simplify=True, target=target, kept_float=kept)
-    assert audit(onnx.load(tmp_path / 'model.onnx'), rules_of(target.name)).findings == []
+    assert audit(onnx.load(tmp_path / 'model.onnx'), graph_of(target.name).RULES).findings == []
 
 
 def test_what_openvino_loses_by_a_file_for_tensorrt_is_said(small, tmp_path):
@@ -213,14 +215,14 @@ def test_help_describes_each_target_that_places_otherwise():
 
 
 def test_a_next_command_writes_a_kind_of_file_that_can_be_written_here():
-    assert TargetText('', include='litert', package='json').exports == 'litert'
-    assert TargetText('', include='litert', package='no_such_package').exports == 'onnx'
+    assert Target('', '', include='litert', package='json').exports == 'litert'
+    assert Target('', '', include='litert', package='no_such_package').exports == 'onnx'
 
 
 @pytest.mark.parametrize('name', ['../other', 'target', '', 7, ['tensorrt'], None])
 def test_a_target_that_a_file_makes_up_is_refused(name):
     """No module is imported by a name from a file."""
-    with pytest.raises(QatError, match='not tensorrt, openvino, onnxruntime'):
+    with pytest.raises(QatError, match='not tensorrt, onnxruntime, openvino'):
         load_target(name)
 
 

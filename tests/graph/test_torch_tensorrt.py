@@ -20,17 +20,18 @@ from faults import sampled
 from zoo import command, deployed
 
 from models.deploy.agreement import made_images, output_differences, traceable_copy
-from models.deploy.formats import torch_tensorrt
-from models.deploy.formats.format import Export, load_format
+from models.deploy.formats.format import Export
 from models.deploy.formats.onnx import export_onnx
-from models.deploy.formats.torch_tensorrt import compile_settings, write_engine
-from models.deploy.quantize_op import amax_of, quantize_op_program
+from models.deploy.load import load_format
 from models.quantize.quantizers import QMAX, QMIN, named_quantizers
 from utils.qat.backends.pytorch import TorchModel
 from utils.qat.config.export import ExportConfig
 from utils.qat.core.errors import QatError
-from utils.qat.engine.sidecar import read_sidecar, require_fit, sidecar_of
 from utils.qat.graph.onnx_graph import constants, count_qdq
+from utils.qat.vendors.tensorrt import write as torch_tensorrt
+from utils.qat.vendors.tensorrt.engine.sidecar import read_sidecar, require_fit, sidecar_of
+from utils.qat.vendors.tensorrt.quantize_op import amax_of, quantize_op_program
+from utils.qat.vendors.tensorrt.write import compile_settings, write_engine
 
 SIDE = 64, 96
 RECORDED = json.loads((Path(__file__).parents[1] / 'data' / 'torch_tensorrt_api.json').read_text(encoding='utf-8'))

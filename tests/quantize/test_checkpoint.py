@@ -32,9 +32,9 @@ from models.quantize.convert import quantize_model
 from models.quantize.quantizers import Quantizer, SiLUQuantizer
 from models.quantize.reparameterize import reparameterize
 from models.quantize.scales import tie_scales
+from utils.qat.config.tables import load_target
 from utils.qat.core.errors import QatError
 from utils.qat.core.files import sha256
-from utils.qat.targets.target import load_target
 from utils.qat.untrusted.torch_archive import read_archive
 
 ACTIVATION_TWINS = {

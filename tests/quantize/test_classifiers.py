@@ -19,14 +19,13 @@ from models.quantize.convert import float_blocks
 from models.quantize.network import layers
 from models.quantize.quantizers import named_quantizers, quantizers_off
 from models.quantize.scales import shared_scales
-from utils.qat.backends.aoti import compiled_layers
-from utils.qat.backends.file_model import open_file
-from utils.qat.backends.openvino import OpenVINO
-from utils.qat.benchmark.measured_backends import MeasuredOpenVINO
+from utils.qat.config.tables import load_target
 from utils.qat.core.errors import QatError
 from utils.qat.graph.audit import audit
-from utils.qat.graph.audit_rules import rules_of
-from utils.qat.targets.target import load_target
+from utils.qat.vendors.graphs import graph_of
+from utils.qat.vendors.load import open_file
+from utils.qat.vendors.openvino.session import MeasuredOpenVINO, OpenVINO
+from utils.qat.vendors.pytorch.aoti import compiled_layers
 
 
 def int8_convs(quantized):
@@ -116,7 +115,7 @@ def exported(model, file, target):
     quantized = classifiers.quantized(deepcopy(model), target=target.name)
     kept = list(float_blocks(quantized, target))
     export_onnx(quantized, file, (classifiers.SIZE,) * 2, simplify=True, target=target, kept_float=kept)
-    assert not audit(onnx.load(file), rules_of(target.name)).findings
+    assert not audit(onnx.load(file), graph_of(target.name).RULES).findings
     return quantized
 
 

@@ -13,9 +13,9 @@ from models.quantize.checkpoint import CheckpointFile, save_quantized
 from models.quantize.convert import quantize_model
 from models.quantize.quantizers import named_quantizers
 from models.quantize.scales import scale_groups, tie_scales
+from utils.qat.config.tables import load_target
 from utils.qat.core.files import sha256
 from utils.qat.graph.onnx_graph import constants
-from utils.qat.targets.target import load_target
 
 MOVES = set('Concat MaxPool Resize Split Slice Reshape Transpose Unsqueeze Gather'.split())  # Q commutes with these
 

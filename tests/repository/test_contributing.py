@@ -1,4 +1,4 @@
-"""The worked example of CONTRIBUTING.md: a target is a file and a line, and then every command knows it."""
+"""The worked example of CONTRIBUTING.md: a vendor is a folder and a line, and then every command knows it."""
 
 import re
 import subprocess
@@ -7,16 +7,22 @@ import sys
 from conftest import REPO, copy_upstream
 
 PAGE = (REPO / 'CONTRIBUTING.md').read_text(encoding='utf-8')
-SECTION = PAGE.split('\n## A target\n')[1].split('\n## ')[0]
-FILE, LINE, COMMANDS = re.findall(r'```\w+\n(.*?)```', SECTION, re.DOTALL)
+SECTION = PAGE.split('\n## A vendor\n')[1].split('\n## ')[0]
+FILES, FACTS, LINE, COMMANDS = re.findall(r'```\w*\n(.*?)```', SECTION, re.DOTALL)
 
 
-def test_a_target_is_a_file_and_a_line(small, tmp_path):
+def test_the_room_that_is_shown_has_these_files():
+    rooms = REPO / 'utils/qat/vendors'
+    assert {*re.findall(r'\w+\.py', FILES)} == {file.name for file in (rooms / 'openvino').glob('*.py')}
+
+
+def test_a_vendor_is_a_folder_and_a_line(small, tmp_path):
     tree = copy_upstream(tmp_path / 'yolov9')
     subprocess.run([REPO / 'patch_yolov9.sh', tree], check=True, stdout=subprocess.DEVNULL)
-    (tree / 'utils/qat/targets/npu.py').write_text(FILE)
-    table = tree / 'utils/qat/config/tables.py'
-    table.write_text(table.read_text().replace('\n}\n', f'\n{LINE}}}\n', 1))
+    (tree / 'utils/qat/vendors/npu').mkdir()
+    (tree / 'utils/qat/vendors/npu/__init__.py').write_text(FACTS)
+    table, last = tree / 'utils/qat/config/tables.py', "    'pytorch',\n"
+    table.write_text(table.read_text().replace(last, last + LINE, 1))
 
     extra = *('--imgsz', '64', '--calib-images', '2', '--calib-method', 'max'), *('--device', 'cpu', '--workers', '0')
     given = {'MODEL.pt': [str(small.single)], 'DATA.yaml': [str(small.data), *extra]}

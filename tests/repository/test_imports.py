@@ -6,6 +6,9 @@ import re
 
 from conftest import REPO
 
+from models.quantize.checkpoint import ORIGINS
+from utils.qat.config.tables import BACKENDS, FORMATS, TARGETS, VENDORS
+
 COMMANDS = sorted([*REPO.glob('*.py'), *REPO.glob('scripts/*.py')])
 DEPLOY, QUANTIZE, QAT = (
     sorted((REPO / folder).rglob('*.py')) for folder in ('models/deploy', 'models/quantize', 'utils/qat')
@@ -86,12 +89,12 @@ def test_the_walk_finds_the_files():
 
 
 def test_imports_go_one_way():
-    """Commands → models.deploy → models.quantize → utils.qat; what is loaded late is named where it is used, and only there."""
+    """Commands import the rest, in the order of LEVELS."""
     assert not importing(OURS, '.'), 'relative'
     assert not importing(OURS, *(file.stem for file in COMMANDS)), 'nothing imports a command file'
-    assert not importing(QUANTIZE, 'models.deploy')
-    assert not importing(QAT, 'models.deploy', 'models.quantize')
-    assert not importing(QAT, 'models', names=AT_ONCE)
+    assert not importing(
+        [f for f in QAT if level_of(module_of(f)) < level_of('models.quantize')], 'models', names=AT_ONCE
+    )
     assert not importing(but(OURS, ['models/quantize/quantizers.py']), 'pytorch_quantization'), (
         'one file knows that library'
     )
@@ -105,7 +108,45 @@ def test_what_loads_nothing_heavy():
     assert not importing(CLIENTS, 'torch', 'torchvision', 'models', 'utils')
 
 
-ROOMS = 'core untrusted config data graph targets engine backends evaluation tasks benchmark run'.split()
+ROOMS = rf'utils\.qat\.vendors\.({"|".join(VENDORS)})'
+# From the lowest up: patterns of modules, of which the first that fits counts. A module imports those of its own level and of lower ones
+LEVELS = [
+    r'utils\.qat\.compat',
+    r'utils\.qat\.core',
+    r'utils\.qat\.untrusted',
+    rf'utils\.qat\.vendors\.vendor|{ROOMS}$',  # the facts
+    r'utils\.qat\.config',
+    r'utils\.qat\.data',
+    r'utils\.qat\.graph',
+    rf'utils\.qat\.vendors\.graphs|{ROOMS}\.(graph|half)',
+    r'utils\.qat\.vendors\.session|utils\.qat\.backends',
+    r'utils\.qat\.vendors\.measured',
+    rf'utils\.qat\.vendors\.(load|next_step)|{ROOMS}(?!\.(write|quantize_op))',
+    r'utils\.qat\.evaluation',
+    r'utils\.qat\.tasks',
+    r'utils\.qat\.benchmark',
+    r'utils\.qat\.run',
+    r'models\.quantize',
+    rf'models\.deploy|{ROOMS}',  # what writes files
+]
+# Files that load modules of ours by name → these modules, each of which counts as imported
+BY_NAME = {
+    'utils/qat/config/tables.py': [f'utils.qat.vendors.{name}' for name in VENDORS],
+    'utils/qat/vendors/graphs.py': [target.graph for target in TARGETS.values()],
+    'utils/qat/vendors/load.py': [backend.module for backend in BACKENDS.values()],
+    'models/deploy/load.py': [kind.module for kind in FORMATS.values()],
+    'models/quantize/checkpoint.py': [f'models.quantize.origins.{name}' for name in ORIGINS],
+}
+OTHERS_BY_NAME = {  # file → what else it loads
+    'models/deploy/verify.py': 'the library of a backend, for its version',
+    'models/quantize/pickled_modules.py': "upstream's classes",
+    'utils/qat/compat.py': 'packages that may be missing',
+    'utils/qat/core/machine.py': 'NVML',
+    'utils/qat/benchmark/usage.py': 'psutil',
+    'utils/qat/vendors/pytorch/write_aoti.py': 'torchao',
+    'utils/qat/vendors/tensorrt/engine/api.py': 'TensorRT',
+    'utils/qat/config/tasks.py': 'a task, and so it climbs: evaluation/, which tasks import, asks for tasks',
+}
 
 
 def circles(graph):
@@ -131,37 +172,54 @@ def circles(graph):
 
 @functools.cache
 def our_imports():
-    """{module: modules of ours that it imports, in functions too}; those of a package are those of its __init__.py."""
+    """{module: modules of ours that it imports, in functions and by name too}; those of a package are those of its __init__.py."""
     modules = {module_of(file): file for file in (*DEPLOY, *QUANTIZE, *QAT)}
-    return {module: {name for name in IMPORTS[file] if name in modules} - {module} for module, file in modules.items()}
+    return {
+        module: {name for name in (*IMPORTS[file], *BY_NAME.get(name_of(file), ())) if name in modules} - {module}
+        for module, file in modules.items()
+    }
 
 
-def room_of(module):
-    """utils.qat.graph of utils.qat.graph.passes; a file that stands in no room is one of its own."""
-    parent = module.rpartition('.')[0]
-    return (
-        parent
-        if parent in our_imports() and parent not in ('utils.qat', 'models.quantize', 'models.deploy')
-        else module
-    )
+def level_of(module):
+    """Position in LEVELS; -1 of a package with a docstring alone."""
+    return next((level for level, pattern in enumerate(LEVELS) if re.match(pattern, module)), -1)
 
 
 def test_no_file_imports_itself_through_others():
-    """Imports inside functions count too, because they only hide a circle."""
+    """Imports inside functions and by name count too, because they only hide a circle."""
     assert circles({'a': {'b'}, 'b': {'c'}, 'c': {'b'}}) == [['b', 'c']], 'circles are seen'
     assert not circles(our_imports())
 
 
-def test_rooms_import_those_before_them():
-    rooms = {}
-    for module, names in our_imports().items():
-        rooms.setdefault(room_of(module), set()).update(map(room_of, names))
-    assert not circles({room: others - {room} for room, others in rooms.items()})
-    assert {room for room in rooms if room.startswith('utils.qat.')} == {
-        f'utils.qat.{name}' for name in (*ROOMS, 'compat')
+def test_what_is_loaded_by_name_is_known():
+    def by_name(node):
+        return isinstance(node, ast.Call) and ast.unparse(node.func).endswith('import_module')
+
+    assert {place.split(':')[0] for place in lines(OURS, by_name)} == {*BY_NAME, *OTHERS_BY_NAME}
+    assert all({*names} <= our_imports().keys() for names in BY_NAME.values())
+
+
+def test_each_level_imports_itself_and_those_below():
+    climbs = [
+        f'{module}: {name}'
+        for module, names in our_imports().items()
+        for name in names
+        if 0 <= level_of(module) < level_of(name)
+    ]
+    assert not climbs
+    assert {module for module in our_imports() if level_of(module) < 0} == {'utils.qat', 'utils.qat.vendors'}
+
+
+def test_rooms_of_vendors_stand_alone():
+    """What two vendors share stands below their rooms; LiteRT's facts are those of ONNX Runtime but for some."""
+    rooms = {module: found[1] for module in our_imports() if (found := re.match(ROOMS, module))}
+    crossed = {
+        (room, rooms[name])
+        for module, room in rooms.items()
+        for name in our_imports()[module]
+        if rooms.get(name, room) != room
     }
-    for i, name in enumerate(ROOMS):
-        assert not rooms[f'utils.qat.{name}'] & {f'utils.qat.{later}' for later in ROOMS[i + 1 :]}, name
+    assert {*rooms.values()} == {*VENDORS} and crossed == {('litert', 'onnxruntime')}
 
 
 def test_no_folder_is_crowded():

@@ -35,16 +35,15 @@ from models.quantize.run.inputs import open_inputs, open_run
 from models.quantize.scales import never_negative, tie_scales
 from test_resume import alike
 from utils.qat.backends.detections import prepared
-from utils.qat.config.tables import TARGETS
+from utils.qat.config.tables import TARGETS, load_target
 from utils.qat.core.errors import QatError
 from utils.qat.core.run_folder import DELIVERED
 from utils.qat.data.dataset import load_data
 from utils.qat.data.loaders import EpochBatches, Loaders, TrainingImages
 from utils.qat.graph.audit import audit
-from utils.qat.graph.audit_rules import rules_of
 from utils.qat.run.sensitivity_summary import FILE, worst
 from utils.qat.run.state import STATE
-from utils.qat.targets.target import load_target
+from utils.qat.vendors.graphs import graph_of
 
 ACTIVATIONS = tuple(REPLACED)
 IMAGES = [image(64, 4, seed) for seed in range(3)]
@@ -128,7 +127,7 @@ def test_every_target_quantizes_them(small, tmp_path, activation, name):
     assert quant and same(output(again, IMAGES[0]), output(model, IMAGES[0]))
     # It refuses a file that ONNX Runtime computes otherwise
     export_onnx(again, tmp_path / 'q.onnx', (64, 64), simplify=True, target=target)
-    assert not audit(onnx.load(tmp_path / 'q.onnx'), rules_of(name)).findings
+    assert not audit(onnx.load(tmp_path / 'q.onnx'), graph_of(name).RULES).findings
 
 
 def test_behind_relu_everything_is_unsigned_for_openvino(small):

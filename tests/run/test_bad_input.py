@@ -15,9 +15,9 @@ from segmenters import segmenter
 from zoo import config_file, program
 
 from models.deploy.formats.onnx_end2end import export_end2end
-from utils.qat.backends.file_model import open_file
 from utils.qat.config.export import Nms
 from utils.qat.core.command import run_command
+from utils.qat.vendors.load import open_file
 
 SIZE = 64
 CASES = """

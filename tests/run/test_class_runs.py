@@ -15,12 +15,12 @@ from zoo import command, interrupt, load_float, load_quantized, same, settings
 
 from models.quantize import checkpoint
 from models.quantize.calibration.divergence import ClassScores
-from utils.qat.backends.file_model import open_file
 from utils.qat.backends.pytorch import TorchModel
 from utils.qat.core.errors import QatError
 from utils.qat.core.files import sha256
 from utils.qat.data.loaders import Loaders
 from utils.qat.evaluation.evaluate import evaluate
+from utils.qat.vendors.load import open_file
 
 SIZE = classifiers.SIZE
 CPU = torch.device('cpu')

@@ -28,6 +28,7 @@ from models.quantize.finetuning.loop import supervised_layers
 from models.quantize.finetuning.training_step import TrainingStep
 from models.quantize.run import stages
 from utils.qat.config.qat import EvalConfig
+from utils.qat.config.tables import load_target
 from utils.qat.core.command import run_command
 from utils.qat.core.errors import QatError
 from utils.qat.core.files import sha256
@@ -37,7 +38,6 @@ from utils.qat.run.report import headline
 from utils.qat.run.resume import read_state
 from utils.qat.run.sensitivity_summary import FILE, read_summary
 from utils.qat.run.state import STATE
-from utils.qat.targets.target import load_target
 
 FORK = multiprocessing.get_context('fork')
 ON_CPU = ('--imgsz', 64, '--device', 'cpu')

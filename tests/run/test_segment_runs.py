@@ -14,7 +14,6 @@ from zoo import FLIPS, assert_same_ap, command, program, share_of_float
 from models.deploy.formats.onnx import export_onnx
 from models.quantize.calibration.ptq import CANDIDATES, CORRECTED
 from models.quantize.quantizers import named_quantizers
-from utils.qat.backends.file_model import open_file
 from utils.qat.backends.pytorch import TorchModel
 from utils.qat.config.qat import EvalConfig
 from utils.qat.core.command import run_command
@@ -22,6 +21,7 @@ from utils.qat.data.dataset import load_data
 from utils.qat.data.loaders import Loaders
 from utils.qat.evaluation.evaluate import evaluate
 from utils.qat.graph.onnx_graph import constants
+from utils.qat.vendors.load import open_file
 
 CPU = torch.device('cpu')
 SIZE, BATCH = 160, 4

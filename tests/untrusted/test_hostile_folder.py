@@ -101,7 +101,7 @@ def test_no_command_runs_it(folder, small, name):
 
 
 def test_no_picture_of_an_engine_runs_it(folder, graphviz, monkeypatch):
-    from utils.qat.engine.layer_graph import draw
+    from utils.qat.vendors.tensorrt.engine.layer_graph import draw
 
     monkeypatch.chdir(folder)
     Path('engine.dot').write_text('digraph engine { a -> b }')

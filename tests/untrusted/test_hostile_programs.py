@@ -19,10 +19,10 @@ from faults import answer
 from mutations import damage
 from zoo import deployed
 
-from utils.qat.backends.pt2 import ExportedProgram
 from utils.qat.core.errors import QatError
 from utils.qat.core.machine import instruction_flags
 from utils.qat.untrusted.program_archive import AGAIN, OPERATOR, OTHERS, read_program
+from utils.qat.vendors.pytorch.pt2 import ExportedProgram
 
 CPU, SIDE = torch.device('cpu'), 64
 TARGETS = 'torch.hub.load torch.load torch.ops.aten.from_file.default torch.ops.load_library math.factorial #x'  # no operators of ours

@@ -8,7 +8,7 @@ import pytest
 
 from command_runner import engine_of
 from kinds import KINDS, build, export
-from utils.qat.engine.side_by_side import jobs_here
+from utils.qat.vendors.tensorrt.engine.side_by_side import jobs_here
 
 STEPS = 'build', 'trtexec'  # a row each, such as 'trtexec plain'
 

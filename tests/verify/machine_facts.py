@@ -10,7 +10,7 @@ import torch
 from utils.qat.core.command import run_command
 from utils.qat.core.files import write_json
 from utils.qat.core.machine import machine
-from utils.qat.engine.api import find_trtexec, load_tensorrt, product, version_of
+from utils.qat.vendors.tensorrt.engine.api import find_trtexec, load_tensorrt, product, version_of
 
 
 def facts(backend):

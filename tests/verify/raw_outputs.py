@@ -10,14 +10,14 @@ from pathlib import Path
 
 import torch
 
-from utils.qat.backends.session import session_of
-from utils.qat.backends.tensorrt import TensorRT
 from utils.qat.config.common import LoaderConfig
 from utils.qat.core.command import run_command
 from utils.qat.core.files import write_json
 from utils.qat.core.machine import select_device
 from utils.qat.data.dataset import load_data
 from utils.qat.data.loaders import Loaders
+from utils.qat.vendors.load import session_of
+from utils.qat.vendors.tensorrt.session import TensorRT
 
 IMAGES = 8  # real ones: noise has no detections
 

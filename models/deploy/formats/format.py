@@ -1,4 +1,4 @@
-"""A checkpoint that is opened for export, and the interface of an export format. config/tables.py lists the formats."""
+"""A checkpoint that is opened for export, and the interface of an export format."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from importlib import import_module
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -18,11 +17,10 @@ from models.quantize.quantizers import has_zero_points
 from utils.qat.backends.pytorch import TorchModel
 from utils.qat.config.export import ExportConfig, Nms, Pooling
 from utils.qat.config.settings import require_multiples
-from utils.qat.config.tables import BACKENDS, FORMATS
+from utils.qat.config.tables import BACKENDS, FORMATS, target_of_recipe
 from utils.qat.core.machine import select_device
-from utils.qat.engine.next_step import after_scoring
-from utils.qat.targets.target import target_of_recipe
 from utils.qat.untrusted.torchvision_weights import fetched
+from utils.qat.vendors.next_step import after_scoring
 
 
 @dataclass
@@ -89,15 +87,15 @@ class Export:
         return self.config.nms_inside(self.predict.task.masks)
 
     @property
-    def multiple(self) -> int:
-        """The multiple to which widths of its ONNX files are padded; 1 for none."""
+    def widths(self) -> int:
+        """The multiple to which widths of its ONNX files are padded; 1 for no padding."""
         wanted = self.pads and self.int8 and self.predict.task.boxes and not self.config.no_pad
         return self.target.multiple if wanted else 1
 
     def write(self) -> list[Written]:
         """Write the files of --include. Formats that are only sources of others go to a scratch folder."""
         formats = self.formats
-        if self.multiple > 1 and (for_openvino := [each for each in formats if each.runs_in == 'openvino']):
+        if self.widths > 1 and (for_openvino := [each for each in formats if each.runs_in == 'openvino']):
             unpadded = replace(self, formats=for_openvino, written={}, pads=False)
             unpadded.write()
             self.written |= unpadded.written
@@ -120,7 +118,7 @@ class Format(ABC):
     """
 
     name: str
-    source: str | None = None
+    source: Format | None = None
     runs_in: str | None = None
 
     def require(self, export: Export) -> None:
@@ -140,23 +138,18 @@ class Format(ABC):
 
     def reference(self, export: Export) -> Callable[[torch.Tensor], Any]:
         """Return the PyTorch function that the file reproduces: images → predictions."""
-        return load_format(self.source).reference(export) if self.source else export.predict
+        return self.source.reference(export) if self.source else export.predict
 
     def next_commands(self, export: Export, written: Written, data: str) -> list[str]:
         """Return the commands to type after a good score. data: the user's data, or a placeholder."""
         return [after_scoring(written.path, export.config.imgsz, written.typed_backend)]
 
 
-def load_format(name: str) -> Format:
-    """Import the module of a format and return its FORMAT. name: a key of FORMATS."""
-    return import_module(f'{__package__}.{FORMATS[name].file}').FORMAT
-
-
 def with_sources(formats: Sequence[Format]) -> list[Format]:
     """List formats and their sources, each after its source."""
     found: dict[str, Format] = {}
     for wanted in formats:
-        before = with_sources([load_format(wanted.source)]) if wanted.source else []
+        before = with_sources([wanted.source]) if wanted.source else []
         found |= {each.name: each for each in (*before, wanted)}
     return list(found.values())
 

@@ -2,7 +2,7 @@
 
 TensorRT 8.6 and 10 take an FP32 graph with Q/DQ, opset 13 to 17; their builder chooses FP16 (--int8 --fp16). TensorRT
 11 has no such choice, so the graph itself is typed (`half`): FP16 outside Q/DQ, opset 19 or more, with scales in FP16
-or, on request, in FP32 (opset 23); see utils/qat/graph/half.py.
+or, on request, in FP32 (opset 23); see utils/qat/vendors/tensorrt/half.py.
 """
 
 import inspect
@@ -25,16 +25,17 @@ from models.deploy.formats.format import Export, Format, Written, size_of
 from models.quantize.convert import float_inside_blocks
 from models.quantize.network import head_of
 from models.quantize.quantizers import UNIT_SCALE, SiLUQuantizer, named_quantizers
-from utils.qat.backends.onnxruntime import run_graph
-from utils.qat.config.tables import DEFAULT_TARGET
+from utils.qat.config.tables import DEFAULT_TARGET, load_target
 from utils.qat.core.errors import QatError
 from utils.qat.core.files import atomic
 from utils.qat.core.log import bar
-from utils.qat.graph import half as onnx_half
 from utils.qat.graph import onnx_graph
 from utils.qat.graph import passes as onnx_passes
 from utils.qat.graph.padding import Padding, pad
-from utils.qat.targets.target import Target, load_target
+from utils.qat.vendors.graphs import graph_of
+from utils.qat.vendors.onnxruntime.session import run_graph
+from utils.qat.vendors.tensorrt import half as onnx_half
+from utils.qat.vendors.vendor import Target
 
 OUTPUTS = 'output0', 'output1'  # predictions, and prototypes of a segmentation model
 
@@ -87,7 +88,7 @@ def export_onnx(
     int8_weights: bool = True,
     kept_float: Sequence[str] = (),
     target: Target = load_target(DEFAULT_TARGET),
-    multiple: int = 1,
+    widths: int = 1,
     layout: Callable[[onnx.ModelProto], onnx.ModelProto] | None = None,
     progress: Callable[[Iterable], Iterable] = iter,
 ) -> Exported:
@@ -99,8 +100,8 @@ def export_onnx(
 
     model: fused; float or quantized. imgsz: multiples of the stride. dynamic: leave the batch axis open. simplify: run onnxslim.
     half: FP16 outside Q/DQ. int8_weights: store weights with Q/DQ as integers. kept_float: blocks that are float by choice, for
-    the metadata. multiple: widths are padded to one. layout: gives the checked graph other inputs and outputs, such as
-    deepstream_layout. progress: wraps the steps.
+    the metadata. widths: the multiple to which widths are padded; 1 pads none. layout: gives the checked graph other inputs and
+    outputs, such as deepstream_layout. progress: wraps the steps.
 
     Raises:
         QatError: ONNX's checker rejects the graph, or ONNX Runtime does not agree with PyTorch. No file is left.
@@ -108,7 +109,6 @@ def export_onnx(
     traced = traceable_copy(model, inplace)
     device = next(traced.parameters()).device
     quantizers = [q for _, q in named_quantizers(traced)]
-    last = onnx_passes.LAST.get(target.name)
     # onnxslim would drop the Q/DQ of duplicate nodes, so merge duplicates first; other nodes that it drops must get no Q/DQ
     passes = [
         onnx_passes.remove_identities,
@@ -120,7 +120,7 @@ def export_onnx(
         onnx_passes.merge_duplicates,
         *[onnx_passes.store_int8_weights] * int8_weights,
         *[onnx_half.to_half] * half,
-        *([last] if last else []),
+        graph_of(target.name).finish,
     ]
     with atomic(path) as tmp:
         logging.getLogger('torch.onnx').setLevel(logging.ERROR)
@@ -135,7 +135,7 @@ def export_onnx(
         scales = [q.scale.cpu().numpy() for q in quantizers]
         units = [np.float32(UNIT_SCALE)] * any(isinstance(q, SiLUQuantizer) for q in quantizers)
         onnx_passes.check_scales(graph, [*scales, *units])
-        padding = pad(graph, multiple) if multiple > 1 else None
+        padding = pad(graph, widths) if widths > 1 else None
         reference = Reference(model, 2 if dynamic else batch, imgsz)
         returned = [reference.outputs] if isinstance(reference.outputs, torch.Tensor) else reference.outputs
         onnx_passes.set_output_shapes(graph, *(('batch' if dynamic else batch, *out.shape[1:]) for out in returned))
@@ -173,7 +173,7 @@ def write_onnx(
         int8_weights=config.trt != 8,  # the parser of 8.6 takes integers only from a Q
         kept_float=[*export.kept_float, *(float_inside_blocks(model) if export.int8 else ())],
         target=export.target,
-        multiple=export.multiple,
+        widths=export.widths,
         layout=layout,
         progress=lambda steps: bar(steps, 'exporting', unit='steps'),
     )

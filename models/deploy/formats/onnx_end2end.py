@@ -19,9 +19,9 @@ from utils.general import xywh2xyxy
 
 from models.deploy.agreement import made_images
 from models.deploy.formats.format import Export, Format, Written
+from models.deploy.formats.onnx import FORMAT as ONNX
 from models.deploy.formats.onnx import lines_of
 from utils.qat.backends.detections import Detections
-from utils.qat.backends.onnxruntime import run_graph
 from utils.qat.config.export import PLUGIN, Nms, Pooling
 from utils.qat.config.tables import NMS
 from utils.qat.core.errors import QatError
@@ -32,6 +32,7 @@ from utils.qat.graph import passes
 from utils.qat.graph.ends import add_class_ends, add_nms
 from utils.qat.graph.onnx_graph import shape_of
 from utils.qat.graph.triton_config import triton_config
+from utils.qat.vendors.onnxruntime.session import run_graph
 
 MASK_TOLERANCE = 1e-3  # of values in 0..1: a sum of nm products has another order
 LOW_SCORE = 0.001  # from which on an evaluation counts detections
@@ -217,7 +218,7 @@ class OnnxEnd2end(Format):
     """MODEL-end2end.onnx, which returns detections or probabilities, and MODEL-end2end.pbtxt, by which a Triton server serves it."""
 
     name = 'onnx_end2end'
-    source = 'onnx'
+    source = ONNX
 
     @override
     def require(self, export: Export) -> None:

@@ -30,11 +30,11 @@ from models.quantize.network import has_known_head, left_out, require_known_head
 from models.quantize.scales import shared_scales, tie_scales
 from utils.qat.backends.pytorch import task_of
 from utils.qat.config.qat import CANDIDATES, CalibrationConfig, QuantizeConfig
+from utils.qat.config.tables import load_target
 from utils.qat.core.distributed import from_first
 from utils.qat.core.errors import QatError
 from utils.qat.core.log import LOGGER, unshown
 from utils.qat.data.loaders import Images
-from utils.qat.targets.target import load_target
 
 CORRECTED = ' + biases'  # follows the name of a method if the divergence was measured with corrected biases
 UNUSABLE = 0.5  # at this divergence and above detections are lost

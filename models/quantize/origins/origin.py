@@ -9,7 +9,6 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +22,6 @@ from utils.qat.core.errors import QatError
 from utils.qat.untrusted.torch_archive import Archive
 from utils.qat.untrusted.yaml_file import read_yaml
 
-ORIGINS = 'ultralytics', 'mit'  # files in this folder
 NETWORKS = 'gelan-?.yaml'
 
 
@@ -102,9 +100,3 @@ def _tensors_of(layer: nn.Module, tensors: Mapping[str, torch.Tensor]) -> dict[s
     """Choose the tensors of one layer, by their names in it."""
     prefix = f'model.{layer.i}.'
     return {name.removeprefix(prefix): tensor for name, tensor in tensors.items() if name.startswith(prefix)}
-
-
-def origin_of(archive: Archive) -> Origin | None:
-    """Find the origin of a checkpoint; None if it is none of ORIGINS."""
-    known: list[Origin] = [import_module(f'{__package__}.{name}').ORIGIN for name in ORIGINS]
-    return next((origin for origin in known if origin.wrote(archive)), None)

@@ -15,12 +15,12 @@ from pathlib import Path
 import torch
 
 from utils.qat.backends.detections import Detections
-from utils.qat.backends.session import Session, open_session
 from utils.qat.config.export import END2END, MASKS
 from utils.qat.config.tasks import load_task
 from utils.qat.core.errors import QatError, one_line
 from utils.qat.data.masks import BoxMasks
 from utils.qat.untrusted.names import class_names
+from utils.qat.vendors.session import Session
 
 LARGEST_NAMES = 1_000_000  # characters of all names of classes in the metadata of an export
 
@@ -155,8 +155,3 @@ class FileModel:
                 )
             found.append(Detections(rows[i, :n], masks))
         return found
-
-
-def open_file(path: Path, device: torch.device = torch.device('cpu'), backend: str | None = None) -> FileModel:
-    """Open an exported file for an evaluation; see `open_session`."""
-    return FileModel(open_session(path, device, backend))

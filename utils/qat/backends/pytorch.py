@@ -48,12 +48,13 @@ class TorchModel:
         ours: whether images are prepared as in `qat.py eval`; see file_model.FileModel.
         recipe: settings of the quantization; None for a float model.
         quantized_for: height and width of the images that it was quantized for, in pixels; None for a float model.
-        imgsz, end2end, conf_thres: as for a file that takes any size and has no NMS inside, see file_model.FileModel.
+        imgsz, end2end, conf_thres, notes: as for a file that takes any size and has no NMS inside, see file_model.FileModel.
     """
 
     ours = True
     imgsz = conf_thres = None
     end2end = False
+    notes = ()
 
     def __init__(
         self,

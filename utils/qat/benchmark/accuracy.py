@@ -3,12 +3,12 @@
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from utils.qat.benchmark.measured import Conditions, Measurement
-from utils.qat.benchmark.measured_backends import file_to_run, measured_by
 from utils.qat.benchmark.tables import Row
 from utils.qat.core.errors import QatError
 from utils.qat.core.log import bar
 from utils.qat.evaluation.evaluate import evaluate
+from utils.qat.vendors.load import measured_by
+from utils.qat.vendors.measured import Conditions, Measurement
 
 
 def score(done: Sequence[tuple[Measurement, Row]], conditions: Conditions, leave_out: Callable[[str], None]) -> None:
@@ -37,8 +37,8 @@ def accuracy_of(measurement: Measurement, imgsz: tuple[int, ...] | None, conditi
     """
     if not imgsz:
         raise QatError('it takes no images')
-    file = file_to_run(measurement, conditions)
-    with measured_by(measurement.backend)(measurement, file, conditions) as measured:
+    kind = measured_by(measurement.backend)
+    with kind(measurement, kind.file_to_run(measurement, conditions), conditions) as measured:
         model = measured.predicting()
         data, keys = model.task.labelled(conditions.config, model, (imgsz[0], imgsz[1])), ('images', *model.task.keys)
         metrics = evaluate(

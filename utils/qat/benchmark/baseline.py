@@ -6,9 +6,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from utils.qat.config.tables import BACKENDS
+from utils.qat.vendors.vendor import SIMULATED
 
 FLOATS = ('fp32', 'fp16', 'bf16')  # the first that was measured is the baseline
-SIMULATED = 'INT8 simulated'  # types of a computation in float that rounds to INT8: its time says nothing about INT8
 NOTICEABLE = 1.05  # times as fast
 ACCURACIES = {'ap': 'AP', 'ap50': 'AP50', 'precision': 'P', 'recall': 'R', 'top1': 'top-1', 'top5': 'top-5'}
 

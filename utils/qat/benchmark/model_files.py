@@ -5,61 +5,22 @@ out: a ModelFile, and the shapes of its inputs for a batch
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
 from onnx import helper
 
-from utils.qat.backends.aoti import package_metadata
-from utils.qat.backends.litert import LiteRT
-from utils.qat.backends.pt2 import IMAGES, image_shape
 from utils.qat.backends.pytorch import TorchModel
 from utils.qat.config.settings import Sides
-from utils.qat.config.tables import CHECKPOINTS
+from utils.qat.config.tables import CHECKPOINTS, MEASURABLE
 from utils.qat.core.errors import QatError
 from utils.qat.core.files import require_file
-from utils.qat.engine.plan import closed
-from utils.qat.engine.sidecar import read_sidecar
 from utils.qat.graph.onnx_file import load, naming
 from utils.qat.graph.onnx_graph import QDQ, Graph, count_qdq, is_half, metadata_value, required_inputs
-from utils.qat.graph.openvino_layers import quantized_convs
-from utils.qat.graph.openvino_model import metadata, read_model
-from utils.qat.untrusted.program_archive import is_package, read_program
-
-Inputs = dict[str, tuple[torch.dtype, tuple[int, ...]]]  # name → type and shape
-OpenInputs = dict[str, tuple[torch.dtype, tuple[int | None, ...]]]  # likewise, with None for an axis that is open
-BATCHES = (1, 4, 8, 12)  # measured where a file takes any
-
-
-@dataclass
-class ModelFile:
-    """A file to measure."""
-
-    file: Path
-    inputs: OpenInputs  # empty for an engine, which tells them when it is loaded
-    types: str  # 'FP32', 'FP16', 'INT8 and FP32', 'INT8 and FP16'; '' if unknown
-    batches: tuple[
-        int, ...
-    ] = ()  # to measure unless told otherwise; by default that of `inputs`, or BATCHES if it is open
-    sizes: tuple[Sides | None, ...] = (None,)  # likewise; None = as `inputs` have it
-    parameters: int | None = None  # their number; None if only a backend knows it
-    layers: int | None = None  # likewise
-    checkpoint: Path | None = None  # that PyTorch runs
-    unpaired: str = ''  # why it has no checkpoint
-    backend: str | None = None  # of an engine or a .pt2 file; None = all that take such files
-    task: str = ''  # detect, segment or classify; '' if unknown
-
-    def __post_init__(self) -> None:
-        own = fixed_batch(self.inputs)
-        self.batches = self.batches or ((own,) if own else BATCHES)
-
-    @property
-    def precision(self) -> str:
-        """Return fp32, fp16, int8, or '' if unknown."""
-        return self.types.split(' ')[0].lower()
+from utils.qat.vendors.load import backends_of, measured_by
+from utils.qat.vendors.measured import Inputs, ModelFile, OpenInputs, fixed_batch, input_type
+from utils.qat.vendors.tensorrt.engine.plan import closed
 
 
 def read_model_files(files: Sequence[Path], kind_of: Callable[[Path], str]) -> list[ModelFile]:
@@ -73,11 +34,12 @@ def read_model_files(files: Sequence[Path], kind_of: Callable[[Path], str]) -> l
     """
     found = []
     for file in dict.fromkeys(files):
-        require_file(file, 'MODEL', ('.onnx', '.xml', '.tflite', '.engine', '.pt2', '.pt', '.pth'))
-        read = {'.onnx': _onnx, '.xml': _xml, '.tflite': _tflite, '.engine': _engine, '.pt2': _pt2}.get(
-            file.suffix.lower()
-        )
-        found.append(read(file) if read else _checkpoint(file, kind_of(file)))
+        require_file(file, 'MODEL', MEASURABLE)
+        suffix = file.suffix.lower()
+        if suffix in CHECKPOINTS:
+            found.append(_checkpoint(file, kind_of(file)))
+        else:
+            found.append(_onnx(file) if suffix == '.onnx' else measured_by(backends_of(file)[0]).describe(file))
     for model in found:
         if model.file.suffix.lower() == '.onnx':
             beside = [model.file.with_suffix(suffix) for suffix in CHECKPOINTS]
@@ -133,28 +95,6 @@ def _checkpoint(file: Path, kind: str) -> ModelFile:
     return ModelFile(file, {'images': (torch.float32, (None, 3, None, None))}, types, checkpoint=file)
 
 
-def _engine(file: Path) -> ModelFile:
-    """Describe an .engine file from its sidecar."""
-    sidecar = read_sidecar(file) or {}
-    batches = {shape[0] for shapes in sidecar.get('inputs', {}).values() for shape in shapes.values()}
-    return ModelFile(
-        file,
-        {},
-        sidecar.get('precision', ''),
-        tuple(sorted(batches)) or (1,),
-        backend='rtx' if 'RTX' in sidecar.get('built_by', '') else 'tensorrt',
-        task=sidecar.get('metadata', {}).get('task', ''),
-    )
-
-
-def _dtype(file: Path, name: str, kind: Any, to_numpy: Callable[[Any], Any]) -> torch.dtype:
-    """Return the type of an input. to_numpy: type of the file's library → type of NumPy."""
-    try:
-        return torch.from_numpy(np.empty(0, to_numpy(kind))).dtype
-    except (TypeError, KeyError, RuntimeError) as e:
-        raise QatError(f'{file}: input {name} is of a type ({kind}) that the benchmark cannot feed') from e
-
-
 def _onnx(file: Path) -> ModelFile:
     """Describe an .onnx file."""
     model = load(file)
@@ -162,45 +102,12 @@ def _onnx(file: Path) -> ModelFile:
     with naming(file):
         graph = Graph(model)
     for value in required_inputs(model):
-        dtype = _dtype(file, value.name, value.type.tensor_type.elem_type, helper.tensor_dtype_to_np_dtype)
+        dtype = input_type(file, value.name, value.type.tensor_type.elem_type, helper.tensor_dtype_to_np_dtype)
         inputs[value.name] = dtype, tuple(d.dim_value or None for d in value.type.tensor_type.shape.dim)
     types = 'INT8 and ' * any(count_qdq(model)) + ('FP16' if is_half(model) else 'FP32')
     layers = sum(n.op_type not in QDQ and not all(name in graph.fixed for name in n.output) for n in graph.nodes)
     task = metadata_value(model, 'task')
     return ModelFile(file, inputs, types, parameters=parameters_of(graph), layers=layers, task=task)
-
-
-def _xml(file: Path) -> ModelFile:
-    """Describe an .xml file of OpenVINO."""
-    model = read_model(file)
-    inputs: OpenInputs = {}
-    for port in model.inputs:
-        dtype = _dtype(file, port.any_name, port.get_element_type(), lambda kind: kind.to_dtype())
-        inputs[port.any_name] = dtype, tuple(None if d.is_dynamic else d.get_length() for d in port.partial_shape)
-    types = 'INT8 and FP32' if any(quantized_convs(model).values()) else 'FP32'
-    return ModelFile(file, inputs, types, task=metadata(model).get('task', ''))
-
-
-def _tflite(file: Path) -> ModelFile:
-    """Describe a .tflite file."""
-    session = LiteRT(file, torch.device('cpu'))
-    found = session.signature()
-    inputs: OpenInputs = {name: (torch.float32, tuple(shape)) for name, shape in found.inputs.items()}
-    types = 'INT8 and FP32' if session.int8 else 'FP32'
-    return ModelFile(file, inputs, types, task=found.metadata.get('task', ''))
-
-
-def _pt2(file: Path) -> ModelFile:
-    """Describe a .pt2 file from its metadata."""
-    package = is_package(file)
-    notes = package_metadata(file) if package else read_program(file, 'MODEL')[1]
-    return ModelFile(
-        file,
-        {IMAGES: (torch.float32, image_shape(notes, file))},
-        notes.get('precision', ''),
-        backend='aoti' if package else 'pt2',
-        task=notes.get('task', ''),
-    )
 
 
 def parameters_of(graph: Graph) -> int:
@@ -217,12 +124,6 @@ def parameters_of(graph: Graph) -> int:
         return value.ndim > 0 and (stored or (value.dtype.kind not in 'iubOSU' and not settings))
 
     return sum(value.size for name, value in graph.values.items() if counts(name, value))
-
-
-def fixed_batch(inputs: OpenInputs) -> int | None:
-    """Return the fixed batch of inputs; None if the first axis of one is open."""
-    batched = [shape for _, shape in inputs.values() if shape]
-    return batched[0][0] if batched and all(shape[0] for shape in batched) else None
 
 
 def shapes_of(inputs: OpenInputs, batch: int, imgsz: Sides | None, file: Path) -> Inputs:

@@ -13,18 +13,12 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
-from utils.qat.benchmark.baseline import SIMULATED, speed_conclusions, with_changes
-from utils.qat.benchmark.tables import (
-    csv_text,
-    markdown_tables,
-    precision_table,
-    series,
-    short_table,
-    with_short_names,
-)
+from utils.qat.benchmark.baseline import speed_conclusions, with_changes
+from utils.qat.benchmark.tables import csv_text, markdown_tables, precision_table, series, short_table, with_short_names
 from utils.qat.core.files import write_json, write_picture, write_text
 from utils.qat.core.machine import machine_table
 from utils.qat.core.text import Markdown, escaped, image, literal
+from utils.qat.vendors.vendor import SIMULATED
 
 WIDE_RANGE = 20  # ratio of largest to smallest value from which an axis is logarithmic
 DISTURBED = 25  # per cent: if other processes use more of the CPU, times are unreliable

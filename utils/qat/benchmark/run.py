@@ -11,15 +11,16 @@ from typing import Any
 
 import torch
 
-from utils.qat.benchmark.measured import Conditions, Measured, Measurement
-from utils.qat.benchmark.measured_backends import build_missing, file_to_run, measured_by
-from utils.qat.benchmark.model_files import Inputs, fixed_batch, shapes_of
-from utils.qat.benchmark.tables import Row, pixels
+from utils.qat.benchmark.model_files import shapes_of
+from utils.qat.benchmark.tables import Row
 from utils.qat.benchmark.timing import Timing
 from utils.qat.benchmark.usage import Usage
 from utils.qat.config.tables import BACKENDS
 from utils.qat.core.errors import QatError
 from utils.qat.core.log import LOGGER, bar
+from utils.qat.core.text import pixels
+from utils.qat.vendors.load import measured_by
+from utils.qat.vendors.measured import Conditions, Inputs, Measured, Measurement, fixed_batch
 
 TURNS = 5  # of each file
 LEAST_QUERIES = 2  # of a turn, however long they take: with TURNS the 10 of trtexec's --iterations
@@ -76,7 +77,8 @@ def run_in_groups(
     measurements: Sequence[Measurement], conditions: Conditions, usage: Usage, leave_out: Callable[[str], None]
 ) -> Iterator[tuple[Measurement, Row]]:
     """Run measurements, those of one batch and image size in turns; yield the rows of each group. Arguments: see `run_in_turns`."""
-    build_missing(measurements, conditions)
+    for kind in dict.fromkeys(measured_by(one.backend) for one in measurements):
+        kind.build_missing([one for one in measurements if measured_by(one.backend) is kind], conditions)
     groups = in_groups(measurements)
     with usage, bar(None, 'measuring', len(measurements) * TURNS, 'turns') as shown:
         for number, (place, group) in enumerate(groups.items(), 1):
@@ -142,9 +144,10 @@ def run_in_turns(
 
 def _open(measurement: Measurement, conditions: Conditions, usage: Usage, opened: ExitStack) -> Running:
     """Open a file, and take the first turn."""
-    file = file_to_run(measurement, conditions)
+    kind = measured_by(measurement.backend)
+    file = kind.file_to_run(measurement, conditions)
     begun = usage.begin()
-    measured = opened.enter_context(measured_by(measurement.backend)(measurement, file, conditions))
+    measured = opened.enter_context(kind(measurement, file, conditions))
     inputs = measurement.inputs
     if measured.accepts:
         inputs = shapes_of(measured.accepts, measurement.batch, measurement.imgsz, file)

@@ -8,14 +8,13 @@ from itertools import product
 
 import torch
 
-from utils.qat.backends.session import require_named
-from utils.qat.benchmark.measured import Measurement
-from utils.qat.benchmark.measured_backends import measured_by
-from utils.qat.benchmark.model_files import Inputs, ModelFile, shapes_of
+from utils.qat.benchmark.model_files import shapes_of
 from utils.qat.config.deploy import BenchmarkConfig
 from utils.qat.config.settings import Sides
 from utils.qat.config.tables import BACKENDS
 from utils.qat.core.errors import QatError
+from utils.qat.vendors.load import measured_by, require_named
+from utils.qat.vendors.measured import Inputs, Measurement, ModelFile
 
 
 def measurements_of(

@@ -10,17 +10,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from utils.qat.benchmark.baseline import ACCURACIES, FLOATS, SIMULATED
+from utils.qat.benchmark.baseline import ACCURACIES, FLOATS
 from utils.qat.core.files import distinct_names
-from utils.qat.core.text import markdown_table, visible
+from utils.qat.core.text import markdown_table, pixels, visible
+from utils.qat.vendors.vendor import SIMULATED
 
 Row = dict[str, Any]  # see run.Running.row; with 'against', see baseline.with_changes
 PARTS = {'enqueue': 'enqueue', 'h2d': 'H2D', 'gpu_compute': 'GPU compute', 'd2h': 'D2H'}  # as trtexec names them
-
-
-def pixels(imgsz: Sequence[int] | None) -> str:
-    """Format height and width in pixels: '640 px', '480 x 640 px'; '' for None."""
-    return f'{" x ".join(map(str, dict.fromkeys(imgsz)))} px' if imgsz else ''
 
 
 class Column(NamedTuple):

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from utils.qat.benchmark.measured import Measured
+from utils.qat.vendors.measured import Measured
 
 PARTS = 'h2d', 'compute', 'd2h', 'enqueue'  # of a query
 QUERIES_AHEAD = 2  # queued before the first of them is done

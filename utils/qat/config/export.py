@@ -9,7 +9,7 @@ from typing import Any
 from utils.qat.config.common import OR_ALL, SHARE, SIZE
 from utils.qat.config.deploy import MEMORY, WORKSPACE
 from utils.qat.config.settings import Range, Settings, Sides, flag_of, option, run
-from utils.qat.config.tables import FORMATS, NMS, TORCH_TENSORRT, formats_with
+from utils.qat.config.tables import FORMATS, NMS, formats_with
 from utils.qat.core.errors import check
 from utils.qat.core.files import in_tree
 
@@ -108,7 +108,9 @@ class OnnxConfig(Settings):
 verifying = partial(option, group='comparison with PyTorch')
 inside = partial(option, group=f'NMS inside the file (--include {formats_with(NMS)})')
 masks_inside = partial(option, group='masks inside the file (likewise, segmentation models)')
-by_torch_tensorrt = partial(option, group=f'Torch-TensorRT (--include {formats_with(TORCH_TENSORRT)})')
+by_torch_tensorrt = partial(
+    option, group=f'Torch-TensorRT (--include {formats_with(FORMATS["torch_tensorrt"].options)})'
+)
 
 
 @dataclass(frozen=True)

@@ -1,59 +1,30 @@
-"""The tables of targets, formats and backends: a line for each. A line names the file with its code."""
+"""The tables of vendors, and of their targets, formats and backends."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
-from importlib.util import find_spec
+from collections.abc import Mapping, Sequence
+from importlib import import_module
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any
 
 from utils.qat.core.errors import QatError
+from utils.qat.vendors.vendor import NMS, Backend, FileKind, Target, Vendor
 
-
-class TargetText(NamedTuple):
-    """Texts about the engine of a target."""
-
-    title: str
-    placement: str = ''  # difference from the Q/DQ placement of the default target, for `-h`
-    include: str = 'onnx'  # its kind of file
-    package: str = ''  # writes that file, and is installed by hand
-
-    @property
-    def exports(self) -> str:
-        """Its kind of file, or ONNX where the package is missing."""
-        return self.include if not self.package or find_spec(self.package) else 'onnx'
-
-
-TARGETS = {  # --target → TargetText. utils/qat/targets/ has a file for each
-    'tensorrt': TargetText('TensorRT'),
-    'openvino': TargetText('OpenVINO', 'outputs of the head in INT8, unsigned behind a ReLU', 'openvino'),
-    'onnxruntime': TargetText('ONNX Runtime', 'also around activation functions, with zero points'),
-    'litert': TargetText('LiteRT', 'as onnxruntime, a scale for each addend of an Add', 'litert', 'litert_torch'),
-}
+NAMES = (  # the folders of utils/qat/vendors/. The first that takes a file runs it, unless --backend says otherwise
+    'tensorrt',
+    'onnxruntime',
+    'openvino',
+    'litert',
+    'pytorch',
+)
+VENDORS: dict[str, Vendor] = {name: import_module(f'utils.qat.vendors.{name}').VENDOR for name in NAMES}
+TARGETS = {vendor.target.name: vendor.target for vendor in VENDORS.values() if vendor.target}  # --target
 DEFAULT_TARGET = 'tensorrt'  # also of checkpoints and files that name no target
-NMS = tuple('topk_all iou_thres conf_thres class_agnostic nms mask_resolution pooler_scale sampling_ratio'.split())
-TORCH_TENSORRT = 'formats', 'dtype', 'workspace', 'require_full_compilation'
-
-
-@dataclass(frozen=True)
-class FileKind:
-    """A kind of file."""
-
-    suffix: str  # of the file's name, after the stem of the weights
-    file: str  # in models/deploy/formats/, loaded when the format is asked for
-    options: tuple[str, ...] = ()  # settings of ExportConfig that only some kinds have
-
-
-FORMATS = {  # --include → FileKind
-    'onnx': FileKind('.onnx', 'onnx'),
-    'onnx_end2end': FileKind('-end2end.onnx', 'onnx_end2end', NMS),
-    'openvino': FileKind('.xml', 'openvino'),
-    'openvino_end2end': FileKind('-end2end.xml', 'openvino_end2end', NMS),
-    'litert': FileKind('.tflite', 'litert'),
-    'pt2': FileKind('.pt2', 'pt2'),
-    'aoti': FileKind('-aoti.pt2', 'aoti'),
-    'torch_tensorrt': FileKind('.ep', 'torch_tensorrt', TORCH_TENSORRT),
+BACKENDS: dict[str, Backend] = {k: v for vendor in VENDORS.values() for k, v in vendor.backends.items()}  # --backend
+FORMATS: dict[str, FileKind] = {  # --include. The first two are of ONNX, which several vendors read
+    'onnx': FileKind('.onnx', 'models.deploy.formats.onnx'),
+    'onnx_end2end': FileKind('-end2end.onnx', 'models.deploy.formats.onnx_end2end', NMS),
+    **{name: kind for vendor in VENDORS.values() for name, kind in vendor.formats.items()},
 }
 
 
@@ -62,34 +33,21 @@ def formats_with(options: tuple[str, ...]) -> str:
     return ' or '.join(name for name, kind in FORMATS.items() if kind.options == options)
 
 
-@dataclass(frozen=True)
-class Backend:
-    """A library that runs files."""
-
-    title: str  # in reports and messages
-    file: str  # in utils/qat/backends/, loaded when the backend is chosen
-    predicts: tuple[str, ...]  # suffixes of the exported files that it runs in an evaluation
-    measures: tuple[str, ...]  # suffixes of the files that it runs in the benchmark
-    builders: tuple[str, ...] = ()  # Python modules that build its engines; the first that is installed is taken
-    native: bool = False  # its files are programs, and loading one runs it: --backend must name it
+def load_target(name: Any) -> Target:
+    """Return a target. Raises QatError if `name`, which may come from a file, is no key of TARGETS."""
+    if not isinstance(name, str) or name not in TARGETS:
+        raise QatError(f'its target is {str(name)[:50]!r}, not {", ".join(TARGETS)}; quantize or export the model anew')
+    return TARGETS[name]
 
 
-BACKENDS = {  # --backend → Backend
-    'tensorrt': Backend('TensorRT', 'tensorrt', ('.engine',), ('.onnx', '.engine'), ('tensorrt',)),
-    # its wheels have only the second module
-    'rtx': Backend(
-        'TensorRT-RTX', 'tensorrt', ('.engine',), ('.onnx', '.engine'), ('tensorrt_rtx', 'tensorrt_rtx_bindings')
-    ),
-    'onnxruntime': Backend('ONNX Runtime', 'onnxruntime', ('.onnx',), ('.onnx',)),
-    'openvino': Backend('OpenVINO', 'openvino', ('.onnx', '.xml'), ('.onnx', '.xml')),
-    'litert': Backend('LiteRT', 'litert', ('.tflite',), ('.tflite',)),
-    'pt2': Backend('torch.export', 'pt2', ('.pt2',), ('.pt2',)),
-    'aoti': Backend('AOTInductor', 'aoti', ('.pt2',), ('.pt2',), native=True),
-    # for an .onnx file the checkpoint from which it was exported
-    'pytorch': Backend('PyTorch', 'pytorch', (), ('.pt', '.pth', '.onnx')),
-}
+def target_of_recipe(recipe: Mapping[str, Any] | None) -> Target:
+    """Return the target of a checkpoint by the settings of its quantization (None for a float model); see `load_target`."""
+    return load_target((recipe or {}).get('target', DEFAULT_TARGET))
+
+
 CHECKPOINTS = ('.pt', '.pth', '.ckpt')
 EXPORTED = tuple(dict.fromkeys(suffix for backend in BACKENDS.values() for suffix in backend.predicts))
+MEASURABLE = tuple(dict.fromkeys(suffix for backend in BACKENDS.values() for suffix in backend.measures))
 PREDICTING = tuple(name for name, backend in BACKENDS.items() if backend.predicts)
 ENGINES = tuple(name for name, backend in BACKENDS.items() if backend.builders)
 

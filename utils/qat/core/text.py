@@ -103,3 +103,8 @@ def literal(text: str) -> str:
     """Escape text for Matplotlib: $ begins a formula, and _ at its begin leaves a label out of a legend."""
     text = text.replace('$', r'\$')
     return f' {text}' if text.startswith('_') else text
+
+
+def pixels(imgsz: Sequence[int] | None) -> str:
+    """Format height and width in pixels: '640 px', '480 x 640 px'; '' for None."""
+    return f'{" x ".join(map(str, dict.fromkeys(imgsz)))} px' if imgsz else ''

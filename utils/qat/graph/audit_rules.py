@@ -9,7 +9,6 @@ parsers of 8.6 to 11, and NVIDIA/Model-Optimizer (`get_concat_eliminated_tensors
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -329,7 +328,7 @@ def in_the_way(graph: Graph) -> Iterator[Finding]:
 
 
 def numbers(graph: Graph, zero_points: str = 'none') -> Iterator[Finding]:
-    """Find wrong zero points, scales and axes. Zero points of activations: see targets.target.Target.
+    """Find wrong zero points, scales and axes. Zero points of activations: see vendors.vendor.Target.
 
     Zero points are INT8 zeros ('unsigned': UINT8 zeros too; 'any': any UINT8). Scales are positive normal numbers, the same in
     DQ as in Q. Only weights are per-channel, along the output channel, with an explicit axis. A fault that a Q and its DQ
@@ -401,23 +400,3 @@ Rules = tuple[Callable[[Graph], Iterator[Finding]], ...]
 
 SHARED: Rules = (float_convs, demands, moves, duplicates, in_the_way)
 CHECKS: Rules = (*SHARED, adds, not_absorbed, numbers)
-RULES: dict[str, Rules] = {  # target → the rules for its files, where they are not CHECKS
-    'openvino': (
-        *SHARED,
-        partial(adds, one_scale=False),
-        not_absorbed,
-        partial(numbers, zero_points='unsigned'),
-    ),
-    'onnxruntime': (
-        *SHARED,
-        partial(adds, one_scale=False),
-        open_ends,
-        partial(numbers, zero_points='any'),
-    ),
-}
-RULES['litert'] = RULES['onnxruntime']
-
-
-def rules_of(target: str) -> Rules:
-    """Return the rules for files of a target. target: a key of TARGETS."""
-    return RULES.get(target, CHECKS)

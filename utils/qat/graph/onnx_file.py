@@ -9,11 +9,12 @@ from google.protobuf.message import DecodeError
 
 from utils.qat.core.errors import QatError
 from utils.qat.core.text import is_printable
-from utils.qat.graph.onnx_graph import ELEMENTWISE, IN_THE_WAY, MOVES, QDQ, QUANTIZABLE, WEIGHTED, required_inputs
+from utils.qat.graph.moves import MOVES
+from utils.qat.graph.onnx_graph import ELEMENTWISE, IN_THE_WAY, QDQ, QUANTIZABLE, WEIGHTED, required_inputs
 
 DEEPEST, MOST_NODES = 20, 1_000_000  # depth of nested function calls; nodes after all calls are inlined
 READS = {  # operator → its least number of inputs
-    **dict.fromkeys((*ELEMENTWISE, *MOVES, *QUANTIZABLE, *IN_THE_WAY, 'Resize'), 1),
+    **dict.fromkeys((*ELEMENTWISE, *MOVES, *QUANTIZABLE, *IN_THE_WAY), 1),
     **dict.fromkeys((*QDQ, *WEIGHTED), 2),
 }
 

@@ -10,6 +10,7 @@ import onnx
 from onnx import ModelProto, NodeProto, numpy_helper
 
 from utils.qat.core.errors import QatError
+from utils.qat.graph.moves import MOVES
 
 ACTIVATIONS = set('Clip Elu HardSigmoid HardSwish LeakyRelu Mish PRelu Relu Sigmoid Softplus Swish Tanh'.split())
 ELEMENTWISE = ACTIVATIONS | set('Abs Add BatchNormalization Div Exp Max Min Mul Neg Pow Sqrt Sub Sum'.split())
@@ -21,8 +22,6 @@ IN_THE_WAY = {'Cast', 'Identity'}  # of Q/DQ and the kernel that absorbs it
 FLOAT = 'float'  # the form that a reader needs, unless it is a Q, which needs its scale
 # Paths from tensors, through operators that only move values, to their origins and uses. YOLOv9 has some hundred.
 MOST_WAYS = 2_000_000
-# Operations f with f(Q(x)) = Q(f(x)): they move or select values and compute none. So does a nearest Resize.
-MOVES = {'Concat', 'Flatten', 'Gather', 'MaxPool', 'Reshape', 'Slice', 'Split', 'Squeeze', 'Transpose', 'Unsqueeze'}
 
 C = TypeVar('C', bound=Collection)
 Use = tuple[NodeProto | None, int]  # (reader, position among its inputs); (None, 0): the graph returns the tensor
@@ -77,9 +76,8 @@ def moved_inputs(node: NodeProto) -> range:
     """Return the positions of the inputs whose values a node moves unchanged to its outputs; empty if it computes new ones."""
     if node.op_type == 'Concat':
         return range(len(node.input))
-    if node.op_type in MOVES or (node.op_type == 'Resize' and attribute(node, 'mode', b'nearest') == b'nearest'):
-        return range(1)
-    return range(0)
+    moves = node.op_type in MOVES and (node.op_type != 'Resize' or attribute(node, 'mode', b'nearest') == b'nearest')
+    return range(moves)
 
 
 def required_inputs(model: ModelProto) -> list[onnx.ValueInfoProto]:

@@ -8,24 +8,21 @@ import onnx
 from onnx import ModelProto, NodeProto, numpy_helper
 
 from utils.qat.core.errors import QatError
+from utils.qat.graph import moves
 from utils.qat.graph.onnx_graph import (
     QDQ,
     Graph,
     attribute,
     constants,
     count_qdq,
-    is_half,
     moved_inputs,
-    opset,
     producers,
     readers,
     replace_nodes,
 )
 
-OPENVINO = 'org.openvinotoolkit'  # domain of its own operators in an ONNX graph
 
-
-def _keep(model: ModelProto, keep: Callable[[NodeProto], bool], renamed: Mapping[str, str]) -> ModelProto:
+def keep_nodes(model: ModelProto, keep: Callable[[NodeProto], bool], renamed: Mapping[str, str]) -> ModelProto:
     """Rewrite the node list in place: rename inputs (old name → new name), and drop nodes that `keep` refuses.
 
     Nodes come in topological order, so `keep` may add tensors to `renamed` that later nodes read instead.
@@ -50,7 +47,7 @@ def remove_identities(model: ModelProto) -> ModelProto:
         renamed[node.output[0]] = node.input[0]
         return False
 
-    return _keep(model, keep, renamed)
+    return keep_nodes(model, keep, renamed)
 
 
 def merge_duplicates(model: ModelProto) -> ModelProto:
@@ -81,7 +78,7 @@ def merge_duplicates(model: ModelProto) -> ModelProto:
         renamed.update(zip(node.output, first[key]))
         return False
 
-    return _keep(model, keep, renamed)
+    return keep_nodes(model, keep, renamed)
 
 
 def constants_to_initializers(model: ModelProto) -> ModelProto:
@@ -94,7 +91,7 @@ def constants_to_initializers(model: ModelProto) -> ModelProto:
     if lost := [name for name in made if name not in values]:
         raise QatError(f'the graph has a Constant of an unusual kind ({lost[0]}); please report this model')
     model.graph.initializer.extend(numpy_helper.from_array(values[name], name) for name in made)
-    return _keep(model, lambda node: node.op_type != 'Constant', {})
+    return keep_nodes(model, lambda node: node.op_type != 'Constant', {})
 
 
 def write_axis(model: ModelProto) -> ModelProto:
@@ -110,56 +107,41 @@ def write_axis(model: ModelProto) -> ModelProto:
 
 
 def quantize_moves(model: ModelProto) -> ModelProto:
-    """Put Q/DQ on the inputs of moves whose outputs are quantized with one scale, in place.
-
-    A move is an operation that only moves values: Concat, MaxPool, Split, Slice, nearest Resize ... With Q/DQ it runs in
-    INT8, so a Concat does not read a tensor in float that a convolution beside it reads in INT8. No value changes:
-    quantizing with one scale before and after a move equals quantizing once. A move is not changed if its readers need
-    several scales, or a scale and float.
-    """
+    """Put Q/DQ on the inputs of moves whose outputs are quantized with one scale, in place; see moves.quantize_moves."""
     values, outputs = constants(model), {o.name for o in model.graph.output}
     made_by, read_by, nodes = producers(model), readers(model), list(model.graph.node)
+    put_before: dict[str, list[NodeProto]] = {}  # first output of a move → the pairs to put in front of it
 
-    def grid(node: NodeProto) -> list[bytes]:
-        return [values[name].tobytes() for name in node.input[1:3]]
+    def grid(node: NodeProto) -> tuple[bytes, ...]:
+        return tuple(values[name].tobytes() for name in node.input[1:3])
 
-    def demand(node: NodeProto) -> NodeProto | None:
-        """Return the Q that all readers of a node's outputs share; None if there are several, or float readers."""
-        # A Shape reads no values.
-        found = [r for name in node.output for r, _ in read_by.get(name, ()) if r.op_type != 'Shape']
-        if (
-            not found
-            or outputs.intersection(node.output)
-            or any(r.op_type != 'QuantizeLinear' or values[r.input[1]].size > 1 for r in found)
-        ):
-            return None
-        return found[0] if all(grid(r) == grid(found[0]) for r in found) else None
+    def demanded(move: NodeProto) -> dict[Any, NodeProto]:
+        found: dict[Any, NodeProto] = {None: move} if outputs.intersection(move.output) else {}
+        for reader in (r for name in move.output for r, _ in read_by.get(name, ())):
+            per_tensor = reader.op_type == 'QuantizeLinear' and values[reader.input[1]].size == 1
+            if reader.op_type != 'Shape':  # which reads no values
+                found.setdefault(grid(reader) if per_tensor else None, reader)
+        return found
 
-    put_before: dict[int, list[NodeProto]] = {}  # position of a move → the pairs to put in front of it
-    for at in reversed(range(len(nodes))):
-        move = nodes[at]
-        wanted = demand(move) if moved_inputs(move) else None
-        if wanted is None:
-            continue
-        for i in moved_inputs(move):
-            given = move.input[i]
-            source = made_by.get(given)
-            if given in values or (
-                source is not None and source.op_type == 'DequantizeLinear' and grid(source) == grid(wanted)
-            ):
-                continue
-            name = f'{move.name or move.output[0]}/input_{i}'
-            q = onnx.helper.make_node(
-                'QuantizeLinear', [given, *wanted.input[1:]], [f'{name}_q'], f'{name}/QuantizeLinear'
+    def given(move: NodeProto) -> dict[int, Any]:
+        sources = {i: made_by.get(move.input[i]) for i in moved_inputs(move) if move.input[i] not in values}
+        return {i: grid(s) if s is not None and s.op_type == 'DequantizeLinear' else None for i, s in sources.items()}
+
+    def put(move: NodeProto, i: int, like: NodeProto) -> None:
+        name, source = f'{move.name or move.output[0]}/input_{i}', move.input[i]
+        q, dq = (
+            onnx.helper.make_node(op, [data, *like.input[1:]], [made], f'{name}/{op}')
+            for op, data, made in (
+                ('QuantizeLinear', source, f'{name}_q'),
+                ('DequantizeLinear', f'{name}_q', f'{name}_dq'),
             )
-            dq = onnx.helper.make_node(
-                'DequantizeLinear', [f'{name}_q', *wanted.input[1:]], [f'{name}_dq'], f'{name}/DequantizeLinear'
-            )
-            put_before.setdefault(at, []).extend((q, dq))
-            move.input[i] = f'{name}_dq'
-            # Moves further up must see that this Q, not the move, reads `given` now.
-            read_by[given] = [r for r in read_by[given] if not (r[0] is move and r[1] == i)] + [(q, 0)]
-    return replace_nodes(model, [n for at, node in enumerate(nodes) for n in (*put_before.get(at, ()), node)])
+        )
+        put_before.setdefault(move.output[0], []).extend((q, dq))
+        move.input[i] = f'{name}_dq'
+        read_by[source] = [r for r in read_by[source] if not (r[0] is move and r[1] == i)] + [(q, 0)]
+
+    moves.quantize_moves(filter(moved_inputs, reversed(nodes)), demanded, given, put)
+    return replace_nodes(model, [n for node in nodes for n in (*put_before.get(node.output[0], ()), node)])
 
 
 def drop_repeated_qdq(model: ModelProto, behind_moves: bool = True) -> ModelProto:
@@ -192,100 +174,9 @@ def drop_repeated_qdq(model: ModelProto, behind_moves: bool = True) -> ModelProt
             return False
         return True
 
-    _keep(model, keep, renamed)
+    keep_nodes(model, keep, renamed)
     read = readers(model)
-    return _keep(model, lambda node: node.output[0] not in repeated or node.output[0] in read, {})
-
-
-def fake_quantize(model: ModelProto) -> ModelProto:
-    """Replace each Q/DQ of an activation by one FakeQuantize, an operator of OpenVINO, in place; changes no value.
-
-    OpenVINO (2025.2 to 2026.4) reads Q and DQ as several operators, and on CPUs without AMX it then rounds some
-    activations with a scale of 1: docs/cpu.md. Its own tools write this one operator, which it computes correctly.
-    """
-    values, made, half = constants(model), producers(model), is_half(model)
-    stored, nodes = set(values), []
-
-    def is_plain(node: NodeProto) -> bool:
-        """Whether a Q or DQ has one scale and one zero point, both constant."""
-        return len(node.input) == 3 and all(name in values and values[name].ndim == 0 for name in node.input[1:])
-
-    def limit(node: NodeProto, end: int) -> str:
-        """Return the name of a constant with the value of the integer `end`, by the scale and zero point of a Q or DQ."""
-        value = np.float32(end - int(values[node.input[2]])) * values[node.input[1]].astype(np.float32)
-        name = f'limit {value!r}'
-        if name not in stored:
-            model.graph.initializer.append(numpy_helper.from_array(np.asarray(value), name))
-            stored.add(name)
-        return name
-
-    for dq in model.graph.node:
-        q = made.get(dq.input[0]) if dq.op_type == 'DequantizeLinear' else None
-        if q is None or q.op_type != 'QuantizeLinear' or q.input[0] in values or not (is_plain(q) and is_plain(dq)):
-            nodes.append(dq)
-            continue
-        kept = np.iinfo(values[q.input[2]].dtype)
-        ends = [limit(node, end) for node in (q, dq) for end in (kept.min, kept.max)]  # of inputs and outputs
-        source, result = q.input[0], dq.output[0]
-        if half:  # for FP16 data the limits would be FP16 too, and inexact
-            nodes.append(
-                onnx.helper.make_node('Cast', [source], [f'{result} in'], f'{q.name} in', to=onnx.TensorProto.FLOAT)
-            )
-            source, result = f'{result} in', f'{result} out'
-        nodes.append(
-            onnx.helper.make_node(
-                'FakeQuantize',
-                [source, *ends],
-                [result],
-                q.name,
-                domain=OPENVINO,
-                levels=1 + kept.max - kept.min,
-            )
-        )
-        if half:
-            kind = attribute(dq, 'output_dtype') or onnx.helper.np_dtype_to_tensor_dtype(values[dq.input[1]].dtype)
-            nodes.append(onnx.helper.make_node('Cast', [result], [dq.output[0]], f'{q.name} out', to=kind))
-    replace_nodes(model, nodes)
-    model.opset_import.append(onnx.helper.make_opsetid(OPENVINO, 1))
-    read = readers(model)
-    return _keep(model, lambda node: node.op_type != 'QuantizeLinear' or node.output[0] in read, {})
-
-
-def multiply_dfl(model: ModelProto) -> ModelProto:
-    """Rewrite the integral over the box distribution (DFL) as a matrix product, in place; sums may round differently.
-
-    The export has Transpose → Softmax over axis 1 → 1x1 convolution, for which OpenVINO copies all maps twice. The product
-    uses a Softmax over axis 2 of the Transpose's input, which needs neither the Transpose nor a copy: 1 to 2 % less time.
-    """
-    if opset(model) < 13:  # there Softmax flattens all later axes into one
-        return model
-    graph, values, made = Graph(model), constants(model), producers(model)
-    dropped: set[str] = set()
-
-    def behind(node: NodeProto, kind: str) -> NodeProto | None:
-        """Return the node of this kind that produces the first input of a node, and that has no other reader."""
-        source = made.get(node.input[0])
-        alone = source is not None and source.op_type == kind and len(graph.uses(source.output[0])) == 1
-        return source if alone else None
-
-    for node in model.graph.node:
-        weight = values.get(node.input[1]) if node.op_type == 'Conv' and len(node.input) == 2 else None
-        if weight is None or weight.shape != (1, weight.size, 1, 1):
-            continue
-        softmax = behind(node, 'Softmax')
-        if softmax is None or attribute(softmax, 'axis', -1) != 1:
-            continue
-        first = behind(softmax, 'Cast') or softmax  # in a file in FP16 the Softmax is FP32
-        turned = behind(first, 'Transpose')
-        if turned is None or list(attribute(turned, 'perm', ())) != [0, 2, 1, 3]:
-            continue
-        name = f'{node.name}/weight'
-        model.graph.initializer.append(numpy_helper.from_array(weight.reshape(1, 1, 1, -1), name))
-        dropped.add(turned.output[0])
-        first.input[0] = turned.input[0]
-        softmax.attribute[0].i = 2
-        node.CopyFrom(onnx.helper.make_node('MatMul', [name, softmax.output[0]], list(node.output), node.name))
-    return _keep(model, lambda node: node.output[0] not in dropped, {})
+    return keep_nodes(model, lambda node: node.output[0] not in repeated or node.output[0] in read, {})
 
 
 def check_scales(model: ModelProto, scales: Iterable[Any]) -> None:
@@ -383,7 +274,7 @@ def absorb_relus(model: ModelProto) -> ModelProto:
         renamed[node.output[0]] = node.input[0]
         return False
 
-    return _keep(model, keep, renamed)
+    return keep_nodes(model, keep, renamed)
 
 
 def unsigned_activations(model: ModelProto, all_of_them: bool = True) -> ModelProto:
@@ -409,23 +300,3 @@ def unsigned_activations(model: ModelProto, all_of_them: bool = True) -> ModelPr
         model.graph.initializer.append(numpy_helper.from_array(np.array(zero, np.uint8), name))
     del model.graph.value_info[:]  # types of the signed integers
     return drop_unread(model)
-
-
-def integers_in_onnxruntime(model: ModelProto) -> ModelProto:
-    """Rewrite a graph, in place, into the form that ONNX Runtime computes in integers; changes no value."""
-    return unsigned_activations(absorb_relus(drop_repeated_qdq(model, behind_moves=False)))
-
-
-def integers_in_openvino(model: ModelProto) -> ModelProto:
-    """Rewrite a graph, in place, so that OpenVINO's own reader of ONNX finds integers that it computes with; changes no value.
-
-    On a CPU with AMX it computes a convolution in float if its input has a zero point other than 0.
-    """
-    return unsigned_activations(model, all_of_them=False)
-
-
-LAST = {  # target → last pass over its graphs
-    'onnxruntime': integers_in_onnxruntime,
-    'litert': integers_in_onnxruntime,
-    'openvino': integers_in_openvino,
-}

@@ -8,7 +8,7 @@ from matplotlib.figure import Figure
 
 from utils.qat.config.qat import SensitiveConfig
 from utils.qat.config.settings import closing
-from utils.qat.config.tables import DEFAULT_TARGET, TARGETS
+from utils.qat.config.tables import DEFAULT_TARGET, TARGETS, load_target
 from utils.qat.core.errors import QatError, one_line
 from utils.qat.core.files import require_file, write_document, write_json, write_picture
 from utils.qat.core.machine import PACKAGES
@@ -16,7 +16,6 @@ from utils.qat.core.text import escaped, image, literal, markdown_table, visible
 from utils.qat.evaluation.chance import RESAMPLES, in_points, in_words
 from utils.qat.evaluation.score_tables import is_scored, merit_title, score_cells, task_in
 from utils.qat.run.resume import json_kinds
-from utils.qat.targets.target import Target, load_target
 from utils.qat.untrusted.json_schema import (
     AGAINST,
     CALIBRATION,
@@ -33,6 +32,7 @@ from utils.qat.untrusted.json_schema import (
     misfit,
     read_json,
 )
+from utils.qat.vendors.vendor import Target
 
 FILE, KIND, VERSION = 'summary-sensitive-analysis.json', 'yolov9-qat sensitivity', 2  # since 2 with --activation
 MEASURED = {

@@ -5,7 +5,7 @@ Python, unpickles example inputs, weights and objects, and loads native code bes
 new archive of the checked parts: a graph of OPERATORS, tensors as plain bytes, and our metadata. Pickles, guards and names of source files
 are left out. No pickle is read.
 
-A package is native code, so no check can make it data: see backends/aoti.py.
+A package is native code, so no check can make it data: see vendors/pytorch/aoti.py.
 """
 
 from __future__ import annotations

@@ -1,0 +1,168 @@
+"""Model → package of AOTInductor (.pt2): compiled code for the CPU or GPU at hand, which a C++ program runs without Python.
+
+On a CPU a quantized model computes in INT8. Three things are needed for that: unsigned activations, weights stored as integers
+(decomposed.py), and `freezing`, which folds them into oneDNN's convolutions and linear layers; torchao has the patterns for that. If one of them is
+missing, everything runs in FP32 without a warning, so this module counts the INT8 layers in the compiled code. Inductor has no
+INT8 convolution for GPUs.
+
+The compiler writes to a temporary folder, which is removed when the process ends.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import logging
+import os
+import shutil
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import torch
+import torch.nn as nn
+from typing_extensions import override
+
+from models.deploy.decomposed import StoredWeight, on_integers
+from models.deploy.formats.format import Export, Written
+from utils.qat.backends.file_model import FileModel
+from utils.qat.config.export import ExportConfig
+from utils.qat.core.command import run_apart
+from utils.qat.core.errors import QatError, one_line
+from utils.qat.core.files import atomic
+from utils.qat.core.log import LOGGER
+from utils.qat.core.machine import instruction_flags
+from utils.qat.vendors.pytorch.aoti import AotPackage, compiled_layers
+from utils.qat.vendors.pytorch.write_pt2 import Pt2Format, package_metadata, reference_of, trace
+
+CACHE = 'TORCHINDUCTOR_CACHE_DIR'
+PATTERNS = 'torchao.quantization.pt2e.quantizer.x86_inductor_quantizer'  # its import registers the patterns
+
+
+@cache
+def _scratch() -> TemporaryDirectory:
+    """Make the compiler's temporary folder, one per process, because the compiler keeps paths in it."""
+    return TemporaryDirectory(prefix='yolov9-qat-inductor-')
+
+
+def _silence() -> None:
+    """Silence the start-up messages of torchao and the compiler."""
+    for name in ('torch.utils._pytree', 'torch.utils.cpp_extension'):
+        logging.getLogger(name).setLevel(logging.ERROR)
+
+
+@contextlib.contextmanager
+def _own_cache() -> Iterator[None]:
+    """Let the compiler write to a temporary folder, unless the user's environment names another."""
+    before = os.environ.get(CACHE)
+    os.environ[CACHE] = before or _scratch().name
+    try:
+        yield
+    finally:
+        if before is None:
+            os.environ.pop(CACHE, None)
+
+
+def require_compiler(device: torch.device, quantized: bool, half: bool) -> None:
+    """Raise QatError if a package of such a model cannot be compiled here. half: FP16 between images and outputs."""
+    _silence()
+    if device.type not in ('cpu', 'cuda'):
+        raise QatError(f'--include aoti: for --device cpu or a GPU of NVIDIA, and this is --device {device}')
+    if half and device.type == 'cpu':
+        raise QatError('--half: with --include aoti for GPUs only; leave it out, or give --device 0')
+    if quantized and device.type == 'cuda':
+        raise QatError(
+            '--include aoti: AOTInductor has no INT8 convolutions for GPUs; give the float checkpoint (and --half), --device cpu, or '
+            'build a TensorRT engine'
+        )
+    if not any(shutil.which(name) for name in (os.environ.get('CXX', ''), 'g++', 'clang++') if name):
+        raise QatError('--include aoti: no C++ compiler, which AOTInductor needs (apt install g++; or set CXX)')
+    if quantized:
+        try:
+            importlib.import_module(PATTERNS)
+        except Exception as e:  # an extension of torchao for another PyTorch raises whatever it met
+            raise QatError(
+                f'--include aoti: INT8 needs torchao, which cannot be loaded here ({str(e)[:100]}); pip install torchao'
+            ) from e
+
+
+def _require_loading(package: Path, device: torch.device) -> None:
+    """Load a new package in a subprocess; raise QatError if it crashes, as code of a compiler with its own C++ library may."""
+    load = 'import torch; torch._C._aoti.AOTIModelPackageLoader(sys.argv[1], "model", True, 1, int(sys.argv[2]))'
+    index = (device.index or 0) if device.type == 'cuda' else -1
+    ended = run_apart(load, package, index)
+    if ended.returncode < 0:
+        raise QatError(
+            f'--include aoti: the compiled code crashes when it is loaded (signal {-ended.returncode}), so no file was written; the C++ '
+            f'compiler {os.environ.get("CXX") or "g++"} does not fit this PyTorch: set CXX to the one of the system, such as CXX=/usr/bin/g++'
+        )
+
+
+def _int8_layers(integers: nn.Module) -> tuple[str, int]:
+    """Count the layers of a model of `on_integers` that are to run in INT8: a text about them, and their number."""
+    wanted = sum(isinstance(m, StoredWeight) for m in integers.modules())
+    convs, linear = (sum(isinstance(m, kind) for m in integers.modules()) for kind in (nn.Conv2d, nn.Linear))
+    layers = f'{convs + linear} convolutions{" and linear layers" * bool(linear)}'
+    return f'INT8: {wanted} of {layers} ({convs + linear - wanted} float by design)', wanted
+
+
+def _compile(
+    model: nn.Module, images: torch.Tensor, config: ExportConfig, metadata: dict[str, str], path: Path
+) -> None:
+    """Compile a model of `on_integers` to a package. Raises QatError if the compiler refuses it."""
+    with _own_cache():
+        try:
+            torch._inductor.aoti_compile_and_package(
+                trace(model, images, config.half, config.dynamic),
+                package_path=str(path),
+                inductor_configs={'freezing': True, 'aot_inductor.metadata': metadata},
+            )
+        except (RuntimeError, torch._dynamo.exc.UserError) as e:
+            raise QatError(f'--include aoti: AOTInductor cannot compile the model: {one_line(e, 300)}') from e
+
+
+class AotiFormat(Pt2Format):
+    """MODEL-aoti.pt2, a package of AOTInductor."""
+
+    name = runs_in = 'aoti'
+
+    @override
+    def require(self, export: Export) -> None:
+        super().require(export)
+        require_compiler(export.predict.device, export.int8, export.config.half)
+
+    @override
+    @torch.no_grad()
+    def write(self, export: Export, path: Path) -> Written:
+        LOGGER.info('compiling with AOTInductor: half a minute to some minutes')
+        config, device = export.config, export.predict.device
+        reference = reference_of(export)
+        images, integers = reference.images, on_integers(reference.traced, unsigned=True)
+        int8, wanted = _int8_layers(integers) if export.int8 else ('', 0)
+        kind = (
+            {'gpu': '.'.join(map(str, torch.cuda.get_device_capability(device)))}
+            if device.type == 'cuda'
+            else {'cpu': ' '.join(instruction_flags())}
+        )
+        metadata = package_metadata(export, images, device=device.type, **kind, **({'int8': int8} if int8 else {}))
+        with atomic(path) as tmp:
+            _compile(integers, images, config, metadata, tmp)
+            made, _ = compiled_layers(tmp)
+            if made != wanted:
+                raise QatError(
+                    f'--include aoti: {wanted - made} of {wanted} quantized layers are in float in the compiled code, which is no '
+                    'INT8 package; no file was written'
+                )
+            _require_loading(tmp, device)
+            ours, typing = FileModel(AotPackage(tmp, device))(images), 'FP16' if config.half else 'FP32'
+            agreement = reference.require_agreement(ours, 'AOTInductor', typing)
+        written = self.report(export, path, f'AOTInductor package for {device.type}', agreement, *[int8] * bool(int8))
+        written.warnings = [
+            f'{path}: native code for this kind of machine and this PyTorch, which runs when it is loaded; each command '
+            'that shall load it takes --backend aoti'
+        ]
+        return written
+
+
+FORMAT = AotiFormat()

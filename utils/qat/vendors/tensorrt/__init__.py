@@ -1,0 +1,29 @@
+"""TensorRT takes signed INT8 with zero point 0, and fuses the activation function into the convolution.
+
+It fuses them only if the widths are multiples of 32 (NVIDIA/TensorRT#1310): 112 of 173 of YOLOv9-t, and all 173 with padded widths.
+"""
+
+from utils.qat.vendors.vendor import Backend, FileKind, Target, Vendor
+
+MODULE, PREDICTS, MEASURES = f'{__name__}.measured', ('.engine',), ('.onnx', '.engine')
+
+VENDOR = Vendor(
+    Target(
+        'tensorrt',
+        'TensorRT',
+        multiple=32,
+        simulated_in=('onnxruntime',),
+        in_openvino='the outputs of the head are in float, which costs OpenVINO up to 2 % more time',
+        in_openvino_classes='values behind a ReLU are signed and a residual Add has one scale, which costs OpenVINO up to 12 % more time',
+    ),
+    {
+        'tensorrt': Backend('TensorRT', MODULE, PREDICTS, MEASURES, ('tensorrt',)),
+        # its wheels have only the second module
+        'rtx': Backend('TensorRT-RTX', MODULE, PREDICTS, MEASURES, ('tensorrt_rtx', 'tensorrt_rtx_bindings')),
+    },
+    {
+        'torch_tensorrt': FileKind(
+            '.ep', f'{__name__}.write', ('formats', 'dtype', 'workspace', 'require_full_compilation')
+        )
+    },
+)

@@ -1,0 +1,95 @@
+"""The facts of a vendor: what help texts, settings and quantization need of it, before any code of its room is loaded.
+
+A fact that is the dotted name of a module is loaded when it is asked for, by load.py or graphs.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from importlib.util import find_spec
+from typing import Literal
+
+from utils.qat.core.errors import QatError
+
+SIMULATED = 'INT8 simulated'  # types of a computation in float that rounds to INT8: its time says nothing about INT8
+NMS = tuple('topk_all iou_thres conf_thres class_agnostic nms mask_resolution pooler_scale sampling_ratio'.split())
+
+
+@dataclass(frozen=True)
+class Target:
+    """An engine that determines the placement of Q/DQ."""
+
+    name: str  # --target
+    title: str  # of the engine in texts
+    placement: str = ''  # difference from the Q/DQ placement of the default target, for `-h`
+    include: str = 'onnx'  # its kind of file
+    package: str = ''  # writes that file, and is installed by hand
+    graph: str = (
+        'utils.qat.vendors.tensorrt.graph'  # has `finish`, its last pass over an ONNX graph, and RULES of its audit
+    )
+    # whether activation functions have Q/DQ too, because the engine does not fuse them into a convolution
+    activations: bool = False
+    # of activations. 'none': 0. 'unsigned': the smallest integer for values that are never negative, such as those of a ReLU, so
+    # that they use all 256 integers; else 0. 'any': computed from the values
+    zero_points: Literal['none', 'unsigned', 'any'] = 'none'
+    # default policy of a residual Add → policy of this engine, see models/quantize/blocks.py, QuantResidual
+    add_policies: Mapping[str, str] = field(default_factory=dict)
+    # outputs of the head (box, class, mask) that INT8 convolutions compute. Their results are float, without Q/DQ
+    int8_outputs: frozenset[str] = frozenset()
+    gains_by: tuple[str, ...] = ('relu',)  # keys of --activation that are faster than SiLU in it, the fastest last
+    only_here: str = ''  # a clause: why TensorRT cannot read a file with zero points, and its drawback in other engines
+    in_openvino: str = ''  # a clause: the drawback of a detector's file in OpenVINO; '' for none
+    in_openvino_classes: str = ''  # likewise for a classifier's file
+    simulated_in: tuple[str, ...] = ()  # backends that compute INT8 convolutions of its files in float
+    multiple: int = 1  # its INT8 kernels want widths that are a multiple of this, see graph/padding.py
+
+    @property
+    def exports(self) -> str:
+        """Its kind of file, or ONNX where the package is missing."""
+        return self.include if not self.package or find_spec(self.package) else 'onnx'
+
+    def places_as(self, other: Target) -> bool:
+        """Tell whether places and ranges of Q/DQ are the same as for `other`."""
+        mine, theirs = ((t.activations, t.zero_points, t.add_policies, t.int8_outputs) for t in (self, other))
+        return mine == theirs
+
+    def require_tensorrt(self, what: str, zero_points: bool) -> None:
+        """Raise QatError, which names the file or flag `what`, if TensorRT cannot read the file of a checkpoint.
+
+        `zero_points`: whether the checkpoint has zero points other than 0.
+        """
+        if zero_points:
+            raise QatError(
+                f'{what}: the checkpoint was quantized for {self.title}, and {self.only_here}; quantize with --target tensorrt'
+            )
+
+
+@dataclass(frozen=True)
+class Backend:
+    """A library that runs files."""
+
+    title: str  # in reports and messages
+    module: str  # has MEASURED, a measured.Measured
+    predicts: tuple[str, ...]  # suffixes of the exported files that it runs in an evaluation
+    measures: tuple[str, ...]  # suffixes of the files that it runs in the benchmark
+    builders: tuple[str, ...] = ()  # Python modules that build its engines; the first that is installed is taken
+    native: bool = False  # its files are programs, and loading one runs it: --backend must name it
+
+
+@dataclass(frozen=True)
+class FileKind:
+    """A kind of file that is written."""
+
+    suffix: str  # of the file's name, after the stem of the weights
+    module: str  # has FORMAT, a formats.format.Format
+    options: tuple[str, ...] = ()  # settings of ExportConfig that only some kinds have
+
+
+@dataclass(frozen=True)
+class Vendor:
+    """A vendor, by the names of --target, --backend and --include."""
+
+    target: Target | None = None
+    backends: Mapping[str, Backend] = field(default_factory=dict)
+    formats: Mapping[str, FileKind] = field(default_factory=dict)

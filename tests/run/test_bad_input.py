@@ -203,7 +203,7 @@ benchmark_trt.py --device cpu
     {files}/float.onnx --warmup -1     | --warmup
     {wrong}/broken.onnx                | no valid ONNX file
     {wrong}/text.pt                    | not a PyTorch checkpoint
-    {wrong}/notes.txt                  | expected a file ending in .onnx or .xml
+    {wrong}/notes.txt                  | expected a file ending in .onnx or .engine or .xml
     {classifier} --data {data}         | takes a folder with train/ and val/
     {single} --data {classes}          | takes a data YAML
 scripts/infer_onnx.py --device cpu

@@ -64,7 +64,7 @@ def dry_run(config: QuantizeConfig) -> None:
     from tempfile import TemporaryDirectory
 
     from models.quantize import checkpoint
-    from models.quantize.activations import chosen_activations, require_exchange
+    from models.quantize.activations import chosen_activations, with_activation
     from models.quantize.calibration.ptq import FloatBlocks, prepare
     from models.quantize.network import layers
     from utils.qat.backends.pytorch import TorchModel
@@ -76,9 +76,9 @@ def dry_run(config: QuantizeConfig) -> None:
         model = file.load_float()
     loaded = TorchModel(model)
     config.for_model(loaded)
+    config = with_activation(model, config)
     named = {path: type(m).__name__ for path, m in layers(model).items()}
     if config.exchanges:
-        require_exchange(model, config)
         LOGGER.log(RESULT, f'{len(chosen_activations(model, config))} activation functions become {config.activation}')
     conversion, groups = prepare(model, config, FloatBlocks.of(model, config, file.sha256).paths)
     tables, scales = dry_run_tables(named, conversion.swapped, conversion.kept_float, groups)

@@ -9,15 +9,17 @@ The class path of PolynomialSiLU is a file format, because checkpoints pickle it
 
 from collections.abc import Collection, Sequence
 from copy import deepcopy
+from typing import Any
 
 import torch
 import torch.nn as nn
 from torchvision.ops.misc import SqueezeExcitation
 
 from models.quantize.network import left_out
-from utils.qat.config.qat import CalibrationConfig, QuantizeConfig
+from utils.qat.config.qat import AUTO, QuantizeConfig
 from utils.qat.config.tables import load_target
 from utils.qat.core.errors import QatError
+from utils.qat.core.log import LOGGER
 
 # The clamp, and the coefficients of x, x³ and x⁵. Of all such functions it has the least squared error for values around 0 with a
 # standard deviation of 1.5
@@ -81,9 +83,22 @@ def exchangeable(model: nn.Module, activation: str) -> list[str]:
     ]
 
 
-def require_exchange(model: nn.Module, config: CalibrationConfig) -> None:
-    """Raise QatError if config.activation replaces nothing in `model`, or the target's engine gains nothing by it."""
-    activation, target = config.activation, load_target(config.target)
+def with_activation(model: nn.Module, config: Any) -> Any:
+    """Resolve config.activation, of a CalibrationConfig, for a float model.
+
+    AUTO is the target's in a run of `quantize`, for a network of YOLOv9 that has a function to exchange; networks of torchvision were not
+    measured. Raises QatError if config.activation replaces nothing in `model`, or the target's engine gains nothing by it.
+    """
+    target = load_target(config.target)
+    if config.activation == AUTO:
+        known = isinstance(config, QuantizeConfig) and hasattr(model, 'model') and target.activation in REPLACED
+        if not (known and exchangeable(model, target.activation)):
+            return config.decide(activation='keep')
+        LOGGER.info(f'--activation {target.activation}: {target.title} computes it faster than SiLU; keep leaves SiLU')
+        return config.decide(activation=target.activation)
+    activation = config.activation
+    if activation == 'keep':
+        return config
     if activation not in target.gains_by:
         raise QatError(
             f'--activation {activation}: {target.title} computes it no faster than SiLU; use {" or ".join(target.gains_by)}, '
@@ -94,6 +109,7 @@ def require_exchange(model: nn.Module, config: CalibrationConfig) -> None:
         raise QatError(
             f'--activation {activation}: the model has no {names} to exchange for it; leave --activation out'
         )
+    return config
 
 
 def chosen_activations(model: nn.Module, config: QuantizeConfig) -> list[str]:

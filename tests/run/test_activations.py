@@ -26,6 +26,7 @@ from models.quantize.activations import (
     exchanges,
     finished,
     restored,
+    with_activation,
 )
 from models.quantize.calibration.calibrate import fit_ranges
 from models.quantize.calibration.divergence import HeadOutputs
@@ -61,6 +62,32 @@ def test_the_gates_of_squeeze_and_excitation_stay():
     gates = [path for path, m in model.named_modules() if isinstance(m, SqueezeExcitation)]
     found = exchangeable(model, 'relu')
     assert gates and found and not [path for path in found if path.startswith(tuple(gates))]
+
+
+@pytest.mark.parametrize('name', TARGETS)
+def test_without_activation_only_yolov9_for_openvino_gets_the_polynomial(small, name):
+    model = small.float_model()
+    assert not exchangeable(exchanged_model(small, 'relu'), 'polynomial')
+    for network, expected in (
+        (model, 'polynomial' if name == 'openvino' else 'keep'),
+        (exchanged_model(small, 'relu'), 'keep'),
+        (exchanged_model(small, 'polynomial'), 'keep'),
+        (classifiers.build('efficientnet_b0'), 'keep'),  # has SiLU, but was not measured
+    ):
+        found = with_activation(network, settings(target=name))
+        assert (found.activation, found.decided) == (expected, ('activation',)), 'decided, not typed'
+    assert with_activation(model, settings(target=name, activation='keep')) == settings(target=name, activation='keep')
+
+
+def test_a_run_for_openvino_delivers_the_polynomial_unless_silu_is_to_stay(small, tmp_path):
+    for name, count, words in (('default', 0, []), ('silu', 1, ['--activation', 'keep'])):
+        options = '--target', 'openvino', '--epochs', 0, '--calib-images', 4, '--no-eval-origin', '--no-eval-ptq'
+        given = '--weights', small.single, '--data', small.data, '--project', tmp_path, '--name', name
+        command('qat.py', 'quantize', *given, *options, *ON_CPU, *words)
+        model = load_any(tmp_path / name / DELIVERED)[0]
+        assert bool(exchangeable(model, 'polynomial')) == count
+        made_by = (tmp_path / name / 'report.md').read_text()
+        assert ('--activation' in made_by) == count, 'only what was typed is repeated'
 
 
 def test_what_is_restored_has_its_old_function(small):

@@ -9,7 +9,7 @@ import torch
 import torch.nn as nn
 from torch.utils.data import DataLoader
 
-from models.quantize.activations import chosen_activations, require_exchange
+from models.quantize.activations import chosen_activations, with_activation
 from models.quantize.calibration.ptq import FloatBlocks
 from models.quantize.checkpoint import CheckpointFile
 from models.quantize.network import require_known_head
@@ -66,9 +66,7 @@ def open_inputs(config: CalibrationConfig) -> Inputs:
     with quiet_upstream():
         file = CheckpointFile(config.weights)
         model = TorchModel(file.load_float(device))
-    config = config.for_model(model)
-    if config.exchanges:
-        require_exchange(model.model, config)
+    config = with_activation(model.model, config.for_model(model))
     data = model.task.load_data(config.data, model)
     if model.names == {i: str(i) for i in model.names}:  # the file has no names of classes
         model.model.names = data.names

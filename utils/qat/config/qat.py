@@ -15,7 +15,7 @@ from utils.qat.core.errors import QatError
 from utils.qat.core.files import in_tree, require_data, require_file, require_source, require_yaml
 
 CANDIDATES = ('l2.4', 'fisher')  # --calib-method auto takes the better of them
-ACTIVATIONS = ('keep', 'polynomial', 'relu')
+AUTO, ACTIVATIONS = 'auto', ('keep', 'polynomial', 'relu')
 CALIB_METHODS = ('auto', *CANDIDATES, 'mse', 'percentile', 'max')
 SCALE_POLICIES = ('tied', 'free')
 AMP = ('off', 'bf16', 'fp16')
@@ -48,8 +48,8 @@ class ModelConfig(FolderConfig, LoaderConfig):
     decided: tuple[str, ...] = ()  # settings that nobody typed: the model or the device decided them
 
     def decide(self, **values: Any) -> Any:
-        """Give settings that are None their values, and note their names in `decided`."""
-        missing = {name: value for name, value in values.items() if getattr(self, name) is None}
+        """Give settings that are None or AUTO their values, and note their names in `decided`."""
+        missing = {name: value for name, value in values.items() if getattr(self, name) in (None, AUTO)}
         return replace(self, **missing, decided=(*self.decided, *missing))
 
     @property
@@ -183,16 +183,17 @@ class CalibrationConfig(ModelConfig):
         allowed=SCALE_POLICIES,
     )
 
-    activation: str = activations(
-        'keep',
-        'exchange SiLU for a function that is faster in INT8: a polynomial near to it, or a ReLU, which the model has to learn',
-        allowed=ACTIVATIONS,
+    activation: str = activations(  # AUTO until the model is known
+        AUTO,
+        'exchange SiLU for a function that is faster in INT8: a polynomial near to it, or a ReLU, which the model has to learn. '
+        'auto: `quantize` takes the polynomial in YOLOv9 for OpenVINO, else keep',
+        allowed=(AUTO, *ACTIVATIONS),
     )
 
     @property
     def exchanges(self) -> bool:
         """Whether activation functions are exchanged."""
-        return self.activation != 'keep'
+        return self.activation not in (AUTO, 'keep')
 
     def require_files(self) -> None:
         """Check also --hyp, and that files can be named after the weights; see ModelConfig.require_files."""

@@ -37,6 +37,7 @@ class Target:
     add_policies: Mapping[str, str] = field(default_factory=dict)
     # outputs of the head (box, class, mask) that INT8 convolutions compute. Their results are float, without Q/DQ
     int8_outputs: frozenset[str] = frozenset()
+    activation: str = 'keep'  # what --activation auto is for a network of YOLOv9
     gains_by: tuple[str, ...] = ('relu',)  # keys of --activation that are faster than SiLU in it, the fastest last
     only_here: str = ''  # a clause: why TensorRT cannot read a file with zero points, and its drawback in other engines
     in_openvino: str = ''  # a clause: the drawback of a detector's file in OpenVINO; '' for none

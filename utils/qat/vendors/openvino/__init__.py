@@ -26,6 +26,7 @@ VENDOR = Vendor(
         zero_points='unsigned',
         add_policies={'residual': 'each'},
         int8_outputs=frozenset({'box', 'class'}),
+        activation='polynomial',
         gains_by=('polynomial', 'relu'),
         simulated_in=('onnxruntime',),
         only_here='TensorRT reads no unsigned INT8, which stands behind ReLU',

@@ -19,6 +19,7 @@ from utils.qat.backends.pytorch import TorchModel
 from utils.qat.config.export import ExportConfig, Nms, Pooling
 from utils.qat.config.settings import require_multiples
 from utils.qat.config.tables import BACKENDS, FORMATS
+from utils.qat.core.files import require_ours
 from utils.qat.core.machine import select_device
 from utils.qat.engine.next_step import after_scoring
 from utils.qat.graph.channels import Widths
@@ -95,8 +96,15 @@ class Export:
         wanted = self.pads and self.int8 and self.predict.task.boxes and not self.config.no_pad
         return Widths(self.target.multiple) if wanted and self.target.multiple > 1 else None
 
+    def require_ours(self, made: Format, path: Path) -> None:
+        """Raise QatError if a file of a format is there, and no export made it."""
+        if not self.config.overwrite:
+            require_ours(made.paths(self, path), f'rename it or {self.config.weights}, or give --overwrite')
+
     def write(self) -> list[Written]:
         """Write the files of --include. Formats that are only sources of others go to a scratch folder."""
+        for each in self.formats:
+            self.require_ours(each, self.config.files[each.name])
         formats = self.formats
         if self.widths and (for_openvino := [each for each in formats if each.runs_in == 'openvino']):
             unpadded = replace(self, formats=for_openvino, written={}, pads=False)
@@ -126,6 +134,10 @@ class Format(ABC):
 
     def require(self, export: Export) -> None:
         """Raise QatError if the checkpoint, the options, the device or the installed libraries do not allow this format."""
+
+    def paths(self, export: Export, path: Path) -> list[Path]:
+        """List all files that `write` writes."""
+        return [path]
 
     @abstractmethod
     def write(self, export: Export, path: Path) -> Written:

@@ -90,6 +90,8 @@ class OnnxConfig(Settings):
         None, 'ONNX opset; default: ' + ', '.join(f'{default} for --trt {v}' for v, (*_, default) in OPSETS.items())
     )
 
+    overwrite: bool = option(False, 'replace files of these names that this tool did not make')
+
     def __post_init__(self) -> None:
         if self.opset is None and self.trt in OPSETS:
             object.__setattr__(self, 'opset', OPSETS[self.trt][2])
@@ -282,4 +284,5 @@ class DeepStreamConfig(OnnxConfig):
             trt=self.trt,
             no_pad=self.no_pad,
             opset=self.opset,
+            overwrite=self.overwrite,
         )

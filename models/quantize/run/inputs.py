@@ -20,7 +20,7 @@ from utils.qat.core.distributed import join, rank, world_size
 from utils.qat.core.errors import QatError
 from utils.qat.core.log import quiet_upstream
 from utils.qat.core.machine import select_device
-from utils.qat.data.dataset import MILD, VARIED, load_hyp
+from utils.qat.data.dataset import MILD, VARIED, is_numbered, load_hyp
 from utils.qat.data.loaders import Images, Loaders, TrainingImages
 from utils.qat.evaluation.detection_scores import require_annotations
 
@@ -69,8 +69,8 @@ def open_inputs(config: CalibrationConfig) -> Inputs:
     config = config.for_model(model)
     if config.exchanges:
         require_exchange(model.model, config)
-    data = model.task.load_data(config.data, model)
-    if model.names == {i: str(i) for i in model.names}:  # the file has no names of classes
+    data = model.task.load_data(config.data, model, names_from=config.names_from)
+    if config.names_from == 'data' or is_numbered(model.names):
         model.model.names = data.names
     if isinstance(config, QuantizeConfig):
         data = replace(data, val_split=config.val_split)

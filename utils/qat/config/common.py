@@ -19,6 +19,12 @@ ENGINE_BACKEND = 'tensorrt'  # runs and builds engines by default
 scores = partial(option, group='scores')
 classifiers = partial(option, group='classifiers')
 segmentation = partial(option, group='segmentation models')
+names_from = partial(  # whose names of the classes count
+    option,
+    None,
+    'if the class names of the data and of the model are other words for the same classes: whose count; default: refuse',
+    allowed=('data', 'checkpoint'),
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,6 +45,7 @@ class LabelledConfig(Settings):
         'data YAML; its val images are used. For classifiers: a folder with a folder per class',
         parse=in_tree,
     )
+    names_from: str | None = names_from()
     images: int = option(0, 'images of the data, at most, evenly spread; 0 = all', allowed=OR_ALL)
     batch_size: int = run(10, 'images at once', allowed=Range(1))
     workers: int = run(8, 'data loading processes', allowed=Range(0))

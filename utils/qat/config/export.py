@@ -6,7 +6,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from utils.qat.config.common import OR_ALL, SHARE, SIZE
+from utils.qat.config.common import OR_ALL, SHARE, SIZE, names_from
 from utils.qat.config.deploy import MEMORY, WORKSPACE
 from utils.qat.config.settings import Range, Settings, Sides, flag_of, option, run
 from utils.qat.config.tables import FORMATS, NMS, TORCH_TENSORRT, formats_with
@@ -145,6 +145,7 @@ class ExportConfig(OnnxConfig):
         metavar='DATA.yaml',
         parse=in_tree,
     )
+    names_from: str | None = names_from(group='comparison with PyTorch')
     verify_images: int = verifying(100, 'images for --verify, at most; 0 = all', allowed=OR_ALL)
     backend: str = verifying(
         'onnxruntime',

@@ -59,8 +59,11 @@ class Task(ABC):
         return str(path)
 
     @abstractmethod
-    def load_data(self, file: Path, model: Any, flag: str = '--data') -> Any:
-        """Read and check the data for a `model` with nc, names and kind: a dataset.Data or image_folders.ImageFolders."""
+    def load_data(self, file: Path, model: Any, flag: str = '--data', names_from: str | None = None) -> Any:
+        """Read and check the data for a `model` with nc, names and kind: a dataset.Data or image_folders.ImageFolders.
+
+        names_from: see dataset.load_data.
+        """
 
     @abstractmethod
     def require_labels(self, file: Path) -> None:

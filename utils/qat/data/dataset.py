@@ -7,7 +7,8 @@ in one line with its name.
 import glob
 import math
 import os
-from collections.abc import Collection, Iterable, Iterator, Sequence
+import re
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from tokenize import TokenError
@@ -55,8 +56,18 @@ class Data:
         return len(self.names)
 
 
-def load_data(file: str | Path, nc: int | None = None, flag: str = '--data', masks: bool = False) -> Data:
-    """Read and check a data YAML, for a model of `nc` classes or, with None, of any number."""
+def load_data(
+    file: str | Path,
+    nc: int | None = None,
+    flag: str = '--data',
+    masks: bool = False,
+    own: Mapping[int, str] | None = None,
+    names_from: str | None = None,
+) -> Data:
+    """Read and check a data YAML, for a model of `nc` classes called `own` or, with None, of any number and any names.
+
+    names_from: whose names count where they differ, 'data' or 'checkpoint'; None refuses them.
+    """
     file = require_yaml(file, flag)
     who, content = f'{flag} {file}', read_yaml(file, flag)
     if not isinstance(content, dict):
@@ -71,6 +82,7 @@ def load_data(file: str | Path, nc: int | None = None, flag: str = '--data', mas
         raise QatError(f'{who}: nc: {content["nc"]} but {len(names)} names')
     if nc not in (None, len(names)):
         raise QatError(f'{who}: {len(names)} classes, but the model has {nc}; use the data the model was trained on')
+    names = _agreed(names, own or names, names_from, who)
     for key in ('path', 'train', 'val'):
         paths = [content.get(key) or ''] if key == 'path' else _as_list(content[key])
         if not all(isinstance(p, str) and '\0' not in p for p in paths):
@@ -81,6 +93,29 @@ def load_data(file: str | Path, nc: int | None = None, flag: str = '--data', mas
     is_coco = any(Path(p).name == 'val2017.txt' for p in val)  # upstream's own criterion
     annotations = base / 'annotations' / 'instances_val2017.json'
     return Data(file, train, val, names, annotations if is_coco and annotations.exists() else None, flag, masks=masks)
+
+
+def is_numbered(names: Mapping[int, str]) -> bool:
+    """Tell whether classes have no names but numbers, as a training without names gives them."""
+    return all(re.fullmatch(f'(class)?[ _]?{i}', name) for i, name in names.items())
+
+
+def _agreed(names: dict[int, str], own: Mapping[int, str], names_from: str | None, who: str) -> dict[int, str]:
+    """Return the names of the classes; raise QatError if the data's `names` and those of the model, `own`, differ in letters or order."""
+
+    def letters(name: str) -> str:
+        return ''.join(filter(str.isalnum, name.casefold())) or name
+
+    other = [i for i in names if letters(names[i]) != letters(own[i])]
+    if is_numbered(own) or names_from == 'data' or not other:
+        return names
+    if is_numbered(names) or names_from == 'checkpoint':
+        return dict(own)
+    order = 'in another order' if sorted(names.values()) == sorted(own.values()) else 'other names'
+    raise QatError(
+        f'{who}: class {other[0]} is {names[other[0]]!r}, and the model calls it {own[other[0]]!r} ({order}, {len(other)} of {len(names)} '
+        'differ); correct names:, or if only the words differ give --names-from data or --names-from checkpoint'
+    )
 
 
 def _as_list(value: Any) -> list:

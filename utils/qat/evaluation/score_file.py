@@ -24,7 +24,14 @@ from utils.qat.evaluation.chance import EXPLAINED, difference, in_words, plus_mi
 from utils.qat.evaluation.classes import ClassMetrics, distance
 from utils.qat.evaluation.detection_scores import require_annotations
 from utils.qat.evaluation.evaluate import evaluate
-from utils.qat.evaluation.score_tables import class_table, merit_title, models_table, plot_classes
+from utils.qat.evaluation.score_tables import (
+    FINDS_NOTHING,
+    class_table,
+    finds_nothing,
+    merit_title,
+    models_table,
+    plot_classes,
+)
 from utils.qat.targets.target import target_of_recipe
 
 FAIR_CONF = 0.01  # AP hardly changes without the detections up to this score
@@ -77,7 +84,8 @@ def tables(score: Score) -> list[str]:
     if score.baseline:
         models, against = score.beside_baseline(), score.against_baseline()
         compared.append(models_table([*models], [*models.values()], [plus_minus(against)]))
-        compared.append(f'{in_words(against, merit_title(plain))} ({EXPLAINED})')
+        said = f'{in_words(against, merit_title(plain))} ({EXPLAINED})'
+        compared.append(f'The baseline {FINDS_NOTHING}.' if finds_nothing(score.baseline.plain()) else said)
     if 'coco' in plain:
         parts = {'boxes': plain['coco'], **({'masks': plain['mask']['coco']} if 'mask' in plain else {})}
         titles = 'pycocotools', *(key.upper() for key in parts['boxes'])
@@ -208,7 +216,10 @@ def score_file(
         config = config.for_model(predict)
         if baseline:
             _require_alike(predict, baseline, config)
-        data, square = predict.task.load_data(config.data, predict), config.square or exported
+        data, square = (
+            predict.task.load_data(config.data, predict, names_from=config.names_from),
+            config.square or exported,
+        )
         loader = Loaders(data, config, predict.stride, shard=(rank(), world_size())).scored(square)
         require_annotations(data, loader.dataset.im_files)
 
@@ -225,6 +236,8 @@ def score_file(
 
         predictions = folder / 'predictions.json' if config.save_json else None
         metrics = scored(predict, 'evaluating', annotations=data.annotations, predictions_file=predictions)
+        if finds_nothing(metrics.plain()):
+            LOGGER.warning(f'{config.weights}: {FINDS_NOTHING}')
         before = scored(baseline, 'evaluating the baseline') if baseline else None
         score = Score(config, folder, device, seen, metrics, before)
         if exported:
@@ -235,9 +248,10 @@ def score_file(
             include = TARGETS[target_of_recipe(predict.recipe).name].exports
             following = export_command(config.weights, config.imgsz, include)
         else:
-            size = typed_sides(config.imgsz)
+            size, whose = typed_sides(config.imgsz), config.names_from
+            names = ['--names-from', whose] if whose else []
             following = command(
-                'qat.py', 'quantize', '--weights', config.weights, '--data', config.data, '--imgsz', *size
+                'qat.py', 'quantize', '--weights', config.weights, '--data', config.data, *names, '--imgsz', *size
             )
         on_first(write_scores)(score, following)
     LOGGER.info('  '.join(f'{k} {v} ms' for k, v in metrics.ms_per_image.items()) + ' per image')

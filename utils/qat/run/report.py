@@ -17,7 +17,9 @@ from utils.qat.core.run_folder import DELIVERED
 from utils.qat.core.text import code, escaped, image, link, markdown_table
 from utils.qat.evaluation.chance import EXPLAINED, boxes_and_masks, in_points, in_words, points_lost, within_chance
 from utils.qat.evaluation.score_tables import (
+    FINDS_NOTHING,
     difference_cells,
+    finds_nothing,
     is_scored,
     merit_title,
     plot_classes,
@@ -180,6 +182,8 @@ def headline(report: dict[str, Any]) -> str:
     file = f'{DELIVERED} is the model to export'
     if not is_scored(metrics):
         return f'The INT8 model was not scored; {file}.'
+    if finds_nothing(report['origin']):
+        return f'The float model {FINDS_NOTHING}; what INT8 costs is not known.'
     title = merit_title(metrics)
     ap = f'{title} {score_cells(metrics)[0]}' + (f' (masks {metrics["mask"]["ap"]:.4f})' if 'mask' in metrics else '')
     if 'against_float' not in metrics:
@@ -198,6 +202,8 @@ def headline(report: dict[str, Any]) -> str:
 
 def conclusions(report: dict[str, Any]) -> list[str]:
     """State how much INT8 and fine-tuning change AP, whether chance explains it, and how the best was chosen."""
+    if finds_nothing(report['origin']):
+        return [headline(report)]
     best = report['best']
     on_val = (report['val'] or {}).get('best')
     against, gain = (on_val or best or report['ptq']).get('against_float'), report['gain']

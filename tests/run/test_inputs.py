@@ -1,0 +1,112 @@
+"""Named regressions: what people bring comes in, or gets one true line. Each input is small, and made here."""
+
+import shutil
+
+import pytest
+import torch
+import yaml
+from zoo import command
+
+from utils.qat.run.report import conclusions, headline
+
+CASES = {}  # name → (function: bench → command line, exit code, words of the answer)
+LETTERS = list('abcdefghij')  # names of the ten classes
+QAT = '--device cpu --imgsz 64 --workers 0'
+
+
+def case(code, *words):
+    """Register a function as a case, under its own name."""
+
+    def register(make):
+        CASES[make.__name__] = make, code, words
+        return make
+
+    return register
+
+
+class Bench:
+    """A folder with copies of the data of `small`, of which the cases make their inputs."""
+
+    def __init__(self, folder, small):
+        self.folder, self.small = folder, small
+        for name in ('images', 'labels'):
+            shutil.copytree(small.data.parent / name, folder / name, ignore=shutil.ignore_patterns('*.cache*', '*.npy'))
+
+    def data(self, **changes):
+        """Write a data YAML; None leaves a key out."""
+        content = {'path': str(self.folder), 'train': 'images/train', 'val': 'images/val', 'names': LETTERS, **changes}
+        file = self.folder / 'data.yaml'
+        file.write_text(yaml.safe_dump({key: value for key, value in content.items() if value is not None}))
+        return file
+
+    def model(self, change=lambda model: None, names=LETTERS, file='model.pt'):
+        """Write the float checkpoint with a change of its model, which may return another."""
+        content = torch.load(self.small.single, weights_only=False)
+        content['model'].names = names
+        content['model'] = change(content['model']) or content['model']
+        torch.save(content, self.folder / file)
+        return self.folder / file
+
+
+@pytest.fixture
+def bench(tmp_path, small):
+    return Bench(tmp_path, small)
+
+
+@case(2, "class 0 is 'j', and the model calls it 'a' (in another order, 10 of 10", '--names-from data')
+def names_in_another_order(bench):
+    return f'qat.py eval {QAT} --weights {bench.model()} --data {bench.data(names=LETTERS[::-1])}'
+
+
+@case(2, "class 3 is 'dog'", 'other names, 1 of 10')
+def other_names(bench):
+    return f'export_qat.py --weights {bench.model()} --verify {bench.data(names=[*"abc", "dog", *"efghij"])}'
+
+
+@case(0, 'finds nothing here: check classes, image size, preprocessing', '--names-from data --imgsz 32')
+def names_of_the_data(bench):
+    data = bench.data(names=LETTERS[::-1])
+    return f'qat.py eval {QAT} --imgsz 32 --weights {bench.model()} --data {data} --names-from data'
+
+
+@case(0, '| A. ')
+def names_that_differ_in_case_only(bench):
+    return f'qat.py eval {QAT} --weights {bench.model()} --data {bench.data(names=[f"{c.upper()}." for c in LETTERS])}'
+
+
+@case(0, '| a ')
+def a_model_without_names(bench):
+    return f'qat.py eval {QAT} --weights {bench.model(names=[str(i) for i in range(10)])} --data {bench.data()}'
+
+
+@pytest.mark.parametrize('name', CASES)
+def test_regression(bench, name):
+    make, code, words = CASES[name]
+    file, *arguments = make(bench).split()
+    if file == 'qat.py':
+        arguments += ['--project', bench.folder / 'runs']
+    before = {path for path in bench.folder.rglob('*') if not path.name.endswith('.cache')}
+    said = command(file, *arguments, code=code)
+    assert all(word in said for word in words), said
+    if code:
+        assert said.count('\n') == 1, said
+        assert {path for path in bench.folder.rglob('*') if not path.name.endswith('.cache')} == before
+
+
+def test_nothing_is_said_of_int8_where_the_float_model_finds_nothing():
+    metrics = {'ap': 0.0, 'ap50': 0.0, 'precision': 0.0, 'recall': 0.0}
+    ptq = {**metrics, 'against_float': {'difference': -1e-5, 'chance': 1.0}}
+    report = {
+        'origin': metrics,
+        'ptq': ptq,
+        'best': None,
+        'val': None,
+        'images': {'val': 1},
+        'chosen_on': 'val',
+        'gain': None,
+    }
+    assert 'finds nothing here' in headline(report) and conclusions(report) == [headline(report)]
+    found = {**metrics, 'ap': 0.5}
+    assert conclusions({**report, 'origin': found})[0] == (
+        'INT8 against float: +0.00 ± ? points of AP, and one image tells nothing of chance on these 1 images.'
+    )

@@ -79,6 +79,34 @@ def a_model_without_names(bench):
     return f'qat.py eval {QAT} --weights {bench.model(names=[str(i) for i in range(10)])} --data {bench.data()}'
 
 
+@case(
+    0,
+    'all are scored at 128 x 128',
+    '12 images as padded rectangles of up to 128 x 128',
+    'single.pt, as padded',
+    'onnx, as squares',
+)
+def a_float_file_beside_a_quantized_one(bench):
+    export = bench.folder / 'int8.pt'
+    shutil.copy(bench.small.quantized, export)
+    command('export_qat.py', '--weights', export)
+    files = bench.small.single, bench.small.quantized, export.with_suffix('.onnx')
+    return f'qat.py eval --device cpu --workers 0 --weights {" ".join(map(str, files))} --data {bench.small.data}'
+
+
+@case(0, 'warning: scored at different image sizes', '64 x 64', '128 x 128')
+def files_of_different_sizes(bench):
+    model = bench.model()
+    command('export_qat.py', '--weights', model, '--imgsz', 64)
+    return f'qat.py eval --device cpu --workers 0 --weights {model.with_suffix(".onnx")} {bench.small.quantized} --data {bench.data()}'
+
+
+@case(0, '12 images as padded rectangles of up to 128 x 128')
+def a_float_file_with_a_quantized_baseline(bench):
+    files = f'--weights {bench.small.single} --baseline {bench.small.quantized}'
+    return f'qat.py eval --device cpu --workers 0 {files} --data {bench.small.data}'
+
+
 @pytest.mark.parametrize('name', CASES)
 def test_regression(bench, name):
     make, code, words = CASES[name]

@@ -1,6 +1,7 @@
 """The work of `qat.py eval` and `val_trt.py`: score each model on the val images of a data YAML, and write a report."""
 
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -173,12 +174,34 @@ def score_files(configs: Sequence[EvalConfig], load_model: Callable[[Path, torch
     scores: list[Score] = []
     with run_folder(configs[0]) as folder:
         try:
-            for config in _apart(configs, folder):
+            for config in _at_one_size(_apart(configs, folder), load_model):
                 scores.append(score_file(config, load_model, resample=True))
         finally:  # also for the files before one that does not fit
             if folder and len(scores) > 1:
                 LOGGER.log(RESULT, f'\n{write_several(folder, scores, configs[0])}\n')
                 finish(report=folder / 'report.md')
+
+
+def _at_one_size(
+    configs: Sequence[EvalConfig], load_model: Callable[[Path, torch.device, str | None], Any]
+) -> Sequence[EvalConfig]:
+    """Without --imgsz, let all files have the size for which some were exported or quantized: another one changes AP more than INT8 does."""
+    if configs[0].imgsz:
+        return configs
+    made_for: dict[Any, Path] = {}
+    for config in configs:
+        with suppress(QatError):  # raised when it is its turn
+            model = load_model(config.weights, select_device(config.device), config.backend)
+            made_for[model.imgsz or model.quantized_for] = config.weights
+    sizes = sorted(size for size in made_for if size)
+    texts = [f'{height} x {width} ({made_for[height, width]})' for height, width in sizes]
+    if len(sizes) > 1:
+        LOGGER.warning(
+            f'scored at different image sizes, which changes AP: {", ".join(texts)}; give --imgsz, or export for one size'
+        )
+    elif sizes and None in made_for:
+        LOGGER.info(f'all are scored at {texts[0]}; --imgsz takes another size')
+    return [replace(config, imgsz=sizes[0]) for config in configs] if len(sizes) == 1 else configs
 
 
 def _apart(configs: Sequence[EvalConfig], folder: Path | None) -> Sequence[EvalConfig]:
@@ -212,14 +235,14 @@ def score_file(
             given = (config.backend,) if config.backend else None
             _, backend = backends_for((config.weights, config.baseline), given)
             baseline = load_model(config.baseline, device, backend)
+            if not (config.imgsz or predict.imgsz or predict.quantized_for):
+                config = replace(config, imgsz=baseline.imgsz or baseline.quantized_for)
         exported = isinstance(predict, FileModel)
         config = config.for_model(predict)
         if baseline:
             _require_alike(predict, baseline, config)
-        data, square = (
-            predict.task.load_data(config.data, predict, names_from=config.names_from),
-            config.square or exported,
-        )
+        data = predict.task.load_data(config.data, predict, names_from=config.names_from)
+        square = config.square or exported
         loader = Loaders(data, config, predict.stride, shard=(rank(), world_size())).scored(square)
         require_annotations(data, loader.dataset.im_files)
 

@@ -104,7 +104,8 @@ class Export:
     def write(self) -> list[Written]:
         """Write the files of --include. Formats that are only sources of others go to a scratch folder."""
         for each in self.formats:
-            self.require_ours(each, self.config.files[each.name])
+            if each.name in self.config.files:  # others go to the scratch folder
+                self.require_ours(each, self.config.files[each.name])
         formats = self.formats
         if self.widths and (for_openvino := [each for each in formats if each.runs_in == 'openvino']):
             unpadded = replace(self, formats=for_openvino, written={}, pads=False)

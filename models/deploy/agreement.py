@@ -13,7 +13,7 @@ import torch.nn.functional as F
 
 from models.quantize.blocks import is_quantized
 from models.quantize.network import head_of
-from utils.qat.backends.pytorch import split_outputs, task_of
+from utils.qat.backends.pytorch import split_outputs, stride_of, task_of
 from utils.qat.config.tables import DEFAULT_TARGET
 from utils.qat.core.errors import QatError
 from utils.qat.core.files import MADE_BY
@@ -161,7 +161,7 @@ def metadata_of(model: nn.Module, kept_float: Sequence[str] = (), target: str = 
     masks = getattr(head_of(model), 'nm', None)
     return {
         'description': MADE_BY,  # Ultralytics' package shows it
-        'stride': int(max(model.stride)),
+        'stride': stride_of(model),
         'names': model.names,
         'task': task_of(model).name,
         **({} if masks is None else {'nm': masks}),

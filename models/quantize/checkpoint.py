@@ -20,7 +20,7 @@ from models.quantize.network import fold_batch_norms, head_of
 from models.quantize.pickled_modules import OURS, TORCHVISION, TWINS, build
 from models.quantize.reparameterize import main_branch
 from models.quantize.scales import shared_scales
-from utils.qat.backends.pytorch import task_of
+from utils.qat.backends.pytorch import stride_of, task_of
 from utils.qat.config.tables import CHECKPOINTS
 from utils.qat.core.command import command
 from utils.qat.core.errors import QatError, one_line
@@ -153,8 +153,8 @@ class CheckpointFile:
         """Run the model once: only a run shows whether its layers, built without their constructors, are complete and fit this tree."""
         try:
             task_of(model).prepare(model)
-            stride = int(max(model.stride))
-            if not 0 < stride <= LARGEST_STRIDE:
+            stride = stride_of(model)
+            if not 0 < max(model.stride) <= LARGEST_STRIDE:
                 raise ValueError(f'stride {stride}')
             model(torch.zeros(1, 3, 2 * stride, 2 * stride))
         except Exception as e:  # a layer with other attributes raises errors of any kind

@@ -5,7 +5,7 @@ import shutil
 import pytest
 import torch
 import yaml
-from zoo import command
+from zoo import SMALL, build, command
 
 from utils.qat.run.report import conclusions, headline
 
@@ -105,6 +105,27 @@ def files_of_different_sizes(bench):
 def a_float_file_with_a_quantized_baseline(bench):
     files = f'--weights {bench.small.single} --baseline {bench.small.quantized}'
     return f'qat.py eval --device cpu --workers 0 {files} --data {bench.small.data}'
+
+
+def without_p5(bench):
+    """A checkpoint whose head has the strides 8 and 16, behind a backbone that goes down to 32."""
+    made = build('demo', backbone=SMALL['backbone'], head=[[[3, 9], 1, 'DDetect', ['nc']]])
+    return bench.model(lambda model: made.half())
+
+
+@case(2, 'must be multiples of 32')
+def a_size_for_16_without_p5(bench):
+    return f'qat.py eval {QAT} --weights {without_p5(bench)} --data {bench.data()} --imgsz 80'
+
+
+@case(0, 'PTQ', 'next: python export_qat.py')
+def a_network_without_p5(bench):
+    command('export_qat.py', '--weights', without_p5(bench), '--imgsz', 96, '--include', 'onnx', 'onnx_end2end')
+    command(
+        'qat.py', 'eval', *QAT.split(), '--weights', bench.folder / 'model.pt', '--data', bench.data(), '--imgsz', 96
+    )
+    few = '--epochs 0 --calib-images 4 --calib-method max --no-bias-correction'
+    return f'qat.py quantize {QAT} {few} --weights {bench.folder}/model.pt --data {bench.data()} --imgsz 96'
 
 
 @pytest.mark.parametrize('name', CASES)

@@ -15,6 +15,7 @@ from pathlib import Path
 import torch
 
 from utils.qat.backends.detections import Detections
+from utils.qat.backends.pytorch import SMALLEST_STRIDE
 from utils.qat.backends.session import Session, open_session
 from utils.qat.config.export import END2END, MASKS
 from utils.qat.config.tasks import load_task
@@ -40,7 +41,7 @@ def stride_and_names(path: Path, metadata: dict[str, str]) -> tuple[int, dict[in
             f'--weights {path}: its metadata, stride {metadata.get("stride")!r:.40} and names {text!r:.40}, cannot be read '
             f'({one_line(e, 100) or type(e).__name__}); export it with export_qat.py'
         ) from e
-    return stride, None if names is None else class_names(names, f'--weights {path}')
+    return max(stride, SMALLEST_STRIDE), None if names is None else class_names(names, f'--weights {path}')
 
 
 def _threshold(text: str | None) -> float | None:

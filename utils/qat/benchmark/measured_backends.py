@@ -19,7 +19,7 @@ from typing_extensions import override
 from utils.qat.backends.litert import LiteRT, load_litert
 from utils.qat.backends.onnxruntime import AS_WRITTEN, OnnxRuntime, cuda_missing
 from utils.qat.backends.openvino import OpenVINO, float_precisions
-from utils.qat.backends.pytorch import TorchModel
+from utils.qat.backends.pytorch import TorchModel, stride_of
 from utils.qat.backends.tensorrt import TensorRT
 from utils.qat.benchmark.baseline import SIMULATED
 from utils.qat.benchmark.measured import Conditions, Measured, MeasuredSession, Measurement
@@ -314,7 +314,7 @@ class MeasuredPyTorch(Measured):
     @override
     def prepare(self, inputs: Inputs) -> None:
         for _, (*_, height, width) in inputs.values():
-            require_multiples((height, width), int(max(self.model.stride)))
+            require_multiples((height, width), stride_of(self.model))
         super().prepare({name: (self.dtype, shape) for name, (_, shape) in inputs.items()})
 
     @override

@@ -128,6 +128,27 @@ def a_network_without_p5(bench):
     return f'qat.py quantize {QAT} {few} --weights {bench.folder}/model.pt --data {bench.data()} --imgsz 96'
 
 
+def roboflow(bench):
+    """A data YAML as Roboflow writes it, in the folder."""
+    for name in ('train', 'valid'):
+        for kind in ('images', 'labels'):
+            shutil.copytree(bench.folder / kind / name.replace('id', ''), bench.folder / 'set' / name / kind)
+    file = bench.data(train='../train/images', val='../valid/images', path=None)
+    return file.rename(bench.folder / 'set/data.yaml')
+
+
+@case(0, '12 images')
+def data_of_roboflow(bench):
+    return f'qat.py eval {QAT} --weights {bench.model()} --data {roboflow(bench)}'
+
+
+@case(0, '12 images')
+def data_of_roboflow_with_a_path(bench):
+    file = roboflow(bench)
+    file.write_text(f'path: {bench.folder}/set\n{file.read_text()}')
+    return f'qat.py eval {QAT} --weights {bench.model()} --data {file}'
+
+
 @pytest.mark.parametrize('name', CASES)
 def test_regression(bench, name):
     make, code, words = CASES[name]

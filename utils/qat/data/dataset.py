@@ -88,7 +88,7 @@ def load_data(
         if not all(isinstance(p, str) and '\0' not in p for p in paths):
             raise QatError(f'{who}: {key}: must be a path{" or a list of paths" * (key != "path")}')
     places = _places(file, content)
-    base = next((b for b in places if all(os.path.exists(b / p) for p in _as_list(content['val']))), places[0])
+    base = next((b for b in places if all(os.path.exists(_under(b, p)) for p in _as_list(content['val']))), places[0])
     train, val = (_image_paths(content, key, base, who, places) for key in ('train', 'val'))
     is_coco = any(Path(p).name == 'val2017.txt' for p in val)  # upstream's own criterion
     annotations = base / 'annotations' / 'instances_val2017.json'
@@ -125,13 +125,21 @@ def _as_list(value: Any) -> list:
 def _places(file: Path, content: dict) -> list[Path]:
     """List the folders that path: of a data YAML may mean: the first with val: is taken.
 
-    A relative path: starts in the upstream tree (as for upstream), here, or beside the YAML. Its last part counts too:
-    upstream's get_coco.sh writes ./coco, and its coco.yaml says ../datasets/coco.
+    A relative path: starts in the upstream tree (as for upstream), here, or beside the YAML; without path: the YAML's own folder comes
+    first, because another set may lie here. Its last part counts too: upstream's get_coco.sh writes ./coco, and its coco.yaml says
+    ../datasets/coco.
     """
     path = Path(content.get('path') or '')
     meant = (path, path) if path.is_absolute() else (path, path.name)
-    paths = [base / p for p in meant for base in (ROOT, Path.cwd(), file.parent)]
+    bases = (ROOT, Path.cwd(), file.parent) if content.get('path') else (file.parent, ROOT, Path.cwd())
+    paths = [base / p for p in meant for base in bases]
     return list(dict.fromkeys(Path(os.path.abspath(p)) for p in paths))
+
+
+def _under(base: Path, path: str) -> Path:
+    """Return a path of a data YAML below `base`. As for upstream, '../train' that does not exist is 'train', as Roboflow writes it."""
+    inside = base / path.removeprefix('../')
+    return inside if os.path.exists(inside) and not os.path.exists(base / path) else base / path
 
 
 def _image_paths(content: dict, key: str, base: Path, who: str, places: Sequence[Path]) -> list[str]:
@@ -139,7 +147,7 @@ def _image_paths(content: dict, key: str, base: Path, who: str, places: Sequence
 
     Raises QatError, which begins with `who`, for one without images. places: where it was looked for.
     """
-    paths = [base / p for p in _as_list(content[key])]
+    paths = [_under(base, p) for p in _as_list(content[key])]
     for p in paths:
         if not os.path.exists(p):  # Path.exists raises an error for some texts
             elsewhere = f' (path: was looked for in {", ".join(map(str, places))})' * (len(places) > 1)

@@ -149,10 +149,23 @@ def data_of_roboflow_with_a_path(bench):
     return f'qat.py eval {QAT} --weights {bench.model()} --data {file}'
 
 
+@case(0, '12 images', 'set [v2] a*b?')
+def folders_with_characters_of_patterns(bench):
+    folder = bench.folder / 'set [v2] a*b?'
+    folder.mkdir()
+    for name in ('images', 'labels'):
+        (bench.folder / name).rename(folder / name)
+    file = bench.data(path=str(folder)).rename(folder / 'data.yaml')
+    model = bench.model(file='set [v2] a*b?/m[1].pt')
+    command('export_qat.py', '--weights', model, '--imgsz', 64, '--include', 'onnx_end2end', 'onnx')
+    return ['qat.py', 'eval', *QAT.split(), '--weights', model, '--data', file, '--name', '[a]*']
+
+
 @pytest.mark.parametrize('name', CASES)
 def test_regression(bench, name):
     make, code, words = CASES[name]
-    file, *arguments = make(bench).split()
+    line = make(bench)
+    file, *arguments = line.split() if isinstance(line, str) else line
     if file == 'qat.py':
         arguments += ['--project', bench.folder / 'runs']
     before = {path for path in bench.folder.rglob('*') if not path.name.endswith('.cache')}

@@ -4,7 +4,6 @@ Upstream skips some bad files without a message, fails later on some, and would 
 in one line with its name.
 """
 
-import glob
 import math
 import os
 import re
@@ -29,6 +28,7 @@ from utils.qat.core.errors import QatError, one_line
 from utils.qat.core.files import require_yaml, waits
 from utils.qat.core.log import LOGGER, quiet_upstream
 from utils.qat.core.text import is_printable
+from utils.qat.data.image_files import found_before, image_files
 from utils.qat.untrusted.names import class_names
 from utils.qat.untrusted.plain_values import ARRAYS, MULTIARRAY, Values, array_state
 from utils.qat.untrusted.torch_archive import Call, Refused, read_pickle, without_collector
@@ -152,7 +152,7 @@ def _image_paths(content: dict, key: str, base: Path, who: str, places: Sequence
         if not os.path.exists(p):  # Path.exists raises an error for some texts
             elsewhere = f' (path: was looked for in {", ".join(map(str, places))})' * (len(places) > 1)
             raise QatError(f'{who}: {key}: {p} does not exist{elsewhere}; correct it')
-        if not any(_image_files([p])):
+        if not image_files(p, f'{who}: {key}'):
             raise QatError(f'{who}: {key}: no images in {p} (looked for {", ".join(IMG_FORMATS)})')
     return [str(p) for p in paths]
 
@@ -211,10 +211,11 @@ def open_dataset(
     key = 'val' if split == 'val' else 'train'
     cls = BoxDataset if masks is None else MaskDataset
     paths = getattr(data, key)
-    files = list(_image_files(paths))
+    found = {path: image_files(Path(path), f'{data.flag} {data.file}: {key}') for path in paths}
+    files = [file for path in paths for file in found[path]]
     check_images(files, data.flag, data.file)
     check_cache(files, paths)
-    with first_goes_ahead(), quiet_upstream():  # the first process writes the cache of the labels
+    with first_goes_ahead(), quiet_upstream(), found_before(found):  # the first process writes the cache of the labels
         try:
             dataset = cls(
                 paths,
@@ -267,17 +268,6 @@ def _keep(dataset: LoadImagesAndLabels, wanted: Sequence[bool], config: LoaderCo
         sides = np.concatenate((ratio, 1 / ratio), 1).clip(max=1)
         largest = np.array([sides[dataset.batch == b].max(0) for b in range(dataset.batch[-1] + 1)])
         dataset.batch_shapes = np.ceil(largest * max(config.imgsz) / dataset.stride + pad).astype(int) * dataset.stride
-
-
-def _image_files(paths: Iterable[str | Path]) -> Iterator[str]:
-    """Yield the image files that upstream's dataset finds under `paths`."""
-    for p in map(Path, paths):
-        if p.is_dir():
-            files: Iterable[str] = glob.iglob(str(p / '**' / '*.*'), recursive=True)
-        else:
-            lines = p.read_text(errors='surrogateescape').strip().splitlines()
-            files = (x.replace('./', str(p.parent) + os.sep, 1) if x.startswith('./') else x for x in lines)
-        yield from (f for f in files if f.rsplit('.', 1)[-1].lower() in IMG_FORMATS)
 
 
 def check_images(files: Iterable[str], flag: str, data: Path) -> None:

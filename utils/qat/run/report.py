@@ -182,7 +182,7 @@ def headline(report: dict[str, Any]) -> str:
     file = f'{DELIVERED} is the model to export'
     if not is_scored(metrics):
         return f'The INT8 model was not scored; {file}.'
-    if finds_nothing(report['origin']):
+    if finds_nothing(report.get('origin')):
         return f'The float model {FINDS_NOTHING}; what INT8 costs is not known.'
     title = merit_title(metrics)
     ap = f'{title} {score_cells(metrics)[0]}' + (f' (masks {metrics["mask"]["ap"]:.4f})' if 'mask' in metrics else '')
@@ -202,7 +202,7 @@ def headline(report: dict[str, Any]) -> str:
 
 def conclusions(report: dict[str, Any]) -> list[str]:
     """State how much INT8 and fine-tuning change AP, whether chance explains it, and how the best was chosen."""
-    if finds_nothing(report['origin']):
+    if finds_nothing(report.get('origin')):
         return [headline(report)]
     best = report['best']
     on_val = (report['val'] or {}).get('best')

@@ -161,6 +161,33 @@ def folders_with_characters_of_patterns(bench):
     return ['qat.py', 'eval', *QAT.split(), '--weights', model, '--data', file, '--name', '[a]*']
 
 
+def listed(bench, content):
+    """Evaluate on a list of images; content: function from their paths, relative to the list, to the bytes of it."""
+    names = sorted(f'images/val/{path.name}' for path in (bench.folder / 'images/val').glob('*.*'))
+    (bench.folder / 'val.txt').write_bytes(content(names))
+    return f'qat.py eval {QAT} --weights {bench.model()} --data {bench.data(val="val.txt")}'
+
+
+def list_of(name, content):
+    CASES[name] = lambda bench: listed(bench, content), 0, ['12 images']
+
+
+list_of('lines_without_a_dot', lambda names: '\n'.join(names).encode())
+list_of('a_list_of_windows', lambda names: '\r\n'.join(n.replace('/', '\\') for n in names).encode('utf-16'))
+list_of('a_list_with_a_bom_and_comments', lambda names: '\n# val\n\n'.join(['\ufeff./' + names[0], *names[1:]]).encode())
+
+
+@case(2, 'val.txt, line 3: none.png does not exist; relative lines start at')
+def a_line_without_its_image(bench):
+    return listed(bench, lambda names: '\n'.join([*names[:2], 'none.png']).encode())
+
+
+@case(2, 'images/val/', 'no text; give a folder, or a text file with the path of an image on each line')
+def an_image_in_place_of_a_list(bench):
+    image = next((bench.folder / 'images/val').glob('*.*'))
+    return f'qat.py eval {QAT} --weights {bench.model()} --data {bench.data(val=str(image))}'
+
+
 @pytest.mark.parametrize('name', CASES)
 def test_regression(bench, name):
     make, code, words = CASES[name]

@@ -11,6 +11,7 @@ from utils.qat.run.report import conclusions, headline
 
 CASES = {}  # name → (function: bench → command line, exit code, words of the answer)
 LETTERS = list('abcdefghij')  # names of the ten classes
+FEW = '--epochs 0 --calib-images 4 --calib-method max --no-bias-correction'
 QAT = '--device cpu --imgsz 64 --workers 0'
 
 
@@ -124,8 +125,7 @@ def a_network_without_p5(bench):
     command(
         'qat.py', 'eval', *QAT.split(), '--weights', bench.folder / 'model.pt', '--data', bench.data(), '--imgsz', 96
     )
-    few = '--epochs 0 --calib-images 4 --calib-method max --no-bias-correction'
-    return f'qat.py quantize {QAT} {few} --weights {bench.folder}/model.pt --data {bench.data()} --imgsz 96'
+    return f'qat.py quantize {QAT} {FEW} --weights {bench.folder}/model.pt --data {bench.data()} --imgsz 96'
 
 
 def roboflow(bench):
@@ -174,7 +174,9 @@ def list_of(name, content):
 
 list_of('lines_without_a_dot', lambda names: '\n'.join(names).encode())
 list_of('a_list_of_windows', lambda names: '\r\n'.join(n.replace('/', '\\') for n in names).encode('utf-16'))
-list_of('a_list_with_a_bom_and_comments', lambda names: '\n# val\n\n'.join(['\ufeff./' + names[0], *names[1:]]).encode())
+list_of(
+    'a_list_with_a_bom_and_comments', lambda names: '\n# val\n\n'.join(['\ufeff./' + names[0], *names[1:]]).encode()
+)
 
 
 @case(2, 'val.txt, line 3: none.png does not exist; relative lines start at')
@@ -186,6 +188,40 @@ def a_line_without_its_image(bench):
 def an_image_in_place_of_a_list(bench):
     image = next((bench.folder / 'images/val').glob('*.*'))
     return f'qat.py eval {QAT} --weights {bench.model()} --data {bench.data(val=str(image))}'
+
+
+def calibrated(bench, data):
+    return f'qat.py quantize {QAT} {FEW} --weights {bench.model()} --data {data}'
+
+
+@case(
+    0, 'warning', 'no image has a label, so nothing is scored', 'calibrated on 4 images', 'next: python export_qat.py'
+)
+def a_folder_of_images(bench):
+    return calibrated(bench, shutil.move(bench.folder / 'images', bench.folder / 'pictures'))
+
+
+@case(0, 'no image has a label, so nothing is scored', 'calibrated on 4 images')
+def a_yaml_without_labels(bench):
+    shutil.rmtree(bench.folder / 'labels')
+    return calibrated(bench, bench.data())
+
+
+@case(0, 'calibrated on 4 images', 'PTQ')
+def wrong_labels_of_train(bench):
+    for label in (bench.folder / 'labels/train').glob('*.txt'):
+        label.write_text('77 0.5 0.5 0.1 0.1')
+    return calibrated(bench, bench.data())
+
+
+@case(2, 'none of its 24 images has a label, so nothing can be scored', 'quantize --epochs 0')
+def a_fine_tuning_on_a_folder(bench):
+    return f'qat.py quantize {QAT} --weights {bench.model()} --data {shutil.move(bench.folder / "images", bench.folder / "pictures")}'
+
+
+@case(2, 'a folder with data.yaml in it; give that')
+def the_folder_of_a_yaml(bench):
+    return f'qat.py eval {QAT} --weights {bench.model()} --data {bench.data().parent}'
 
 
 @pytest.mark.parametrize('name', CASES)

@@ -18,7 +18,7 @@ from utils.qat.config.qat import CalibrationConfig, QuantizeConfig
 from utils.qat.config.tasks import Task
 from utils.qat.core.distributed import join, rank, world_size
 from utils.qat.core.errors import QatError
-from utils.qat.core.log import quiet_upstream
+from utils.qat.core.log import LOGGER, quiet_upstream
 from utils.qat.core.machine import select_device
 from utils.qat.data.dataset import MILD, VARIED, is_numbered, load_hyp
 from utils.qat.data.loaders import Images, Loaders, TrainingImages
@@ -74,6 +74,10 @@ def open_inputs(config: CalibrationConfig) -> Inputs:
         model.model.names = data.names
     if isinstance(config, QuantizeConfig):
         data = replace(data, val_split=config.val_split)
+        needed = config.epochs or config.max_drop is not None or config.exchanges
+        if not needed and (config.eval_origin or config.eval_ptq) and not data.labelled:
+            LOGGER.warning(f'{data.flag} {data.file}: no image has a label, so nothing is scored')
+            config = replace(config, eval_origin=False, eval_ptq=False)
     images = Loaders(data, config, model.stride, device, (rank(), world_size()))
     return Inputs(config, device, model.model, file.sha256, model.task, images)
 

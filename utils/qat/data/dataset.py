@@ -9,6 +9,7 @@ import os
 import re
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from tokenize import TokenError
 from typing import Any
@@ -54,6 +55,25 @@ class Data:
     def nc(self) -> int:
         """Number of classes."""
         return len(self.names)
+
+    @property
+    def labelled(self) -> bool:
+        """Whether an image of val has a label file."""
+        images = chain.from_iterable(image_files(Path(path), f'{self.flag} {self.file}: val') for path in self.val)
+        return any(os.path.exists(label) for image in images for label in img2label_paths([image]))
+
+
+def images_alone(folder: Path, names: Mapping[int, str], flag: str = '--data') -> Data:
+    """Take a folder of images as data for a calibration. names: of the model's classes.
+
+    Raises QatError if it has no images, or a YAML that says more of them.
+    """
+    if yamls := sorted(folder.glob('*.y*ml')):
+        raise QatError(f'{flag} {folder}: a folder with {yamls[0].name} in it; give that: {flag} {yamls[0]}')
+    if not image_files(folder, f'{flag} {folder}'):
+        raise QatError(f'{flag} {folder}: no images in it (looked for {", ".join(IMG_FORMATS)})')
+    place = [str(folder.absolute())]
+    return Data(folder, place, place, dict(names), flag=flag)
 
 
 def load_data(
@@ -201,12 +221,14 @@ def open_dataset(
     config: LoaderConfig,
     stride: int,
     masks: dict[str, Any] | None = None,
+    labels: bool = True,
     **options: Any,
 ) -> Any:
     """Open upstream's dataset over the images of a data YAML, and check its labels.
 
     `split` is 'train', 'val' or 'held out' (training images that `data.val_split` removes from 'train'). `masks` are
-    settings of upstream's dataset of masks; None = boxes only. `options` go to upstream's dataset.
+    settings of upstream's dataset of masks; None = boxes only. `labels`: whether they are used, so that wrong ones are refused.
+    `options` go to upstream's dataset.
     """
     key = 'val' if split == 'val' else 'train'
     cls = BoxDataset if masks is None else MaskDataset
@@ -234,11 +256,14 @@ def open_dataset(
     if len(set(config.imgsz)) > 1:
         dataset.sides = config.imgsz
     dropped = sorted(set(files) - set(dataset.im_files))
-    check_dropped(dropped, data)
-    check_labels(dataset, data, bool(masks))
+    if labels:
+        check_dropped(dropped, data)
+        check_labels(dataset, data, bool(masks))
     check_copies(dataset.im_files, dataset.npy_files, dataset.shapes)
     if dropped:
-        LOGGER.warning(f'{key}: {len(dropped)} images cannot be read and are left out, the first is {dropped[0]}')
+        LOGGER.warning(
+            f'{key}: {len(dropped)} images{"" if labels else ", or their labels,"} cannot be read and are left out, the first is {dropped[0]}'
+        )
     if key == 'train' and data.val_split:
         held_out = held_out_files(dataset.im_files, data.val_split)
         _keep(

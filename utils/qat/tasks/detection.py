@@ -40,12 +40,14 @@ class Detection(Task):
         return os.path.isfile(path)
 
     def load_data(self, file: Path, model: Any, flag: str = '--data', names_from: str | None = None) -> Any:
-        from utils.qat.data.dataset import load_data
+        from utils.qat.data.dataset import images_alone, load_data
 
-        if file.is_dir():
+        if (file / 'train').is_dir() and ((file / 'val').is_dir() or (file / 'test').is_dir()):
             raise QatError(
-                f'{flag} {file}: a folder, and the model is no classifier ({model.kind}); it takes {self.takes}'
+                f'{flag} {file}: a folder, and the model is no classifier ({model.kind}); it takes {self.takes}, or to calibrate one folder of images'
             )
+        if file.is_dir():
+            return images_alone(file, model.names or {}, flag)
         return load_data(file, model.nc, flag, self.masks, model.names, names_from)
 
     def require_labels(self, file: Path) -> None:

@@ -224,6 +224,45 @@ def the_folder_of_a_yaml(bench):
     return f'qat.py eval {QAT} --weights {bench.model()} --data {bench.data().parent}'
 
 
+def relabelled(bench, row):
+    """Evaluate on labels of another form; row: function of a class and a box, x y width height → text."""
+    for file in (bench.folder / 'labels').rglob('*.txt'):
+        lines = [line.split() for line in file.read_text().splitlines()]
+        file.write_text('\n'.join(row(c, *map(float, box)) for c, *box in lines))
+    return f'qat.py eval {QAT} --weights {bench.model()} --data {bench.data()}'
+
+
+@case(2, 'kpt_shape: data of pose')
+def a_yaml_of_pose(bench):
+    return f'qat.py eval {QAT} --weights {bench.model()} --data {bench.data(kpt_shape=[17, 2])}'
+
+
+@case(2, 'its labels are of pose, boxes with keypoints')
+def labels_of_pose(bench):
+    return relabelled(bench, lambda c, x, y, w, h: f'{c} {x} {y} {w} {h} {x} {y} {x + w / 2} {y} {x} {y - h / 2} 0 0')
+
+
+@case(2, 'its labels are of OBB, rotated boxes')
+def labels_of_rotated_boxes(bench):
+    return relabelled(
+        bench, lambda c, x, y, w, h: f'{c} {x} {y - h / 2} {x + w / 2} {y} {x} {y + h / 2} {x - w / 2} {y}'
+    )
+
+
+@case(2, '(no keypoints of pose)')
+def labels_of_pose_with_visibility(bench):
+    return relabelled(bench, lambda c, x, y, w, h: f'{c} {x} {y} {w} {h} {x} {y} 2')
+
+
+@case(0, '12 images')
+def outlines_of_four_points(bench):
+    def corners(c, x, y, w, h):
+        left, right, top, bottom = x - w / 2, x + w / 2, y - h / 2, y + h / 2
+        return f'{c} {left} {top} {right} {top} {right} {bottom} {left} {bottom}'
+
+    return relabelled(bench, corners)
+
+
 @pytest.mark.parametrize('name', CASES)
 def test_regression(bench, name):
     make, code, words = CASES[name]

@@ -7,7 +7,7 @@ in one line with its name.
 import math
 import os
 import re
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
@@ -35,6 +35,8 @@ from utils.qat.untrusted.plain_values import ARRAYS, MULTIARRAY, Values, array_s
 from utils.qat.untrusted.torch_archive import Call, Refused, read_pickle, without_collector
 from utils.qat.untrusted.yaml_file import read_yaml
 
+FEWEST, EXACT = 8, 0.005  # labels by which their task is known, and how exact their numbers are in 0..1
+CONVERT = 'write its labels as boxes, "class x y width height"'
 OBJECT = ('O8', False, True), (3, '|', None, None, None, -1, -1, 63)  # NumPy's dtype of objects, as it is pickled
 
 
@@ -96,6 +98,8 @@ def load_data(
     if missing:
         raise QatError(f'{who}: {" and ".join(missing)} missing; it needs train:, val: (image folders) and names:')
     names = class_names(content['names'], who)
+    if content.get('kpt_shape'):
+        raise QatError(f'{who}: kpt_shape: data of pose, boxes with keypoints, which are not read; {CONVERT}')
     if not isinstance(content.get('nc', 0), (int, type(None))):
         raise QatError(f'{who}: nc: must be a number, that of the names')
     if content.get('nc') not in (None, len(names)):
@@ -441,7 +445,7 @@ def check_dropped(files: Sequence[str], data: Any) -> None:
             ):
                 raise QatError(
                     f'label {label}:{number}: expected "class x y width height", or an outline, "class x1 y1 x2 y2 x3 y3 ...", with '
-                    f'coordinates in 0..1, not {line[:60]!r}'
+                    f'coordinates in 0..1 (no keypoints of pose), not {line[:60]!r}'
                 )
             _check_class(c, f'{label}:{number}', data)
 
@@ -463,8 +467,12 @@ def require_labels(dataset: LoadImagesAndLabels, key: str, data: Any, use: str) 
 def check_labels(dataset: LoadImagesAndLabels, data: Any, masks: bool) -> None:
     """Raise QatError for a label that upstream accepts although its class or its outline is wrong.
 
-    For masks each object needs an outline: without, upstream would assign its image the masks of another, or none.
+    Boxes with keypoints, and rotated ones, have the form of outlines, and are refused by name. For masks each object needs an outline: without, upstream would assign its image the masks of another, or none.
     """
+    if kind := _of_another_task(dataset.segments):
+        raise QatError(
+            f'{data.flag} {data.file}: its labels are {kind}, as in {dataset.label_files[0]}, which are not read; {CONVERT}'
+        )
     for label, rows, outlines in zip(dataset.label_files, dataset.labels, dataset.segments):
         for c in rows[:, 0].tolist():
             _check_class(c, label, data)
@@ -477,6 +485,24 @@ def check_labels(dataset: LoadImagesAndLabels, data: Any, masks: bool) -> None:
                 f'label {label}: has boxes, and the model gives masks, which takes outlines, "class x1 y1 x2 y2 x3 y3 ..." in 0..1; '
                 f'use data with these in {data.flag}, or a detection model'
             )
+
+
+def _of_another_task(segments: Iterable[Sequence[np.ndarray]]) -> str:
+    """Name the task of labels that are no outlines, though upstream reads them so; '' for outlines, which differ in length or place."""
+    rows = [outline.reshape(-1) for of_file in segments for outline in of_file]
+    if len(rows) < FEWEST or len({len(row) for row in rows}) > 1:
+        return ''
+    points = np.stack(rows).reshape(len(rows), -1, 2)
+    centre, half, keypoints = points[:, :1], points[:, 1:2] / 2, points[:, 2:]
+    inside = (abs(keypoints - centre) <= half + EXACT) | (keypoints == 0)  # 0 0: not seen
+    in_image = (centre >= half - EXACT) & (centre + half <= 1 + EXACT)
+    if points.shape[1] > 4 and inside.mean() > 0.95 and in_image.all():
+        return 'of pose, boxes with keypoints'
+    if points.shape[1] != 4:
+        return ''
+    side = abs(points[:, 1] - points[:, 0]).min(1)
+    parallel = abs(points[:, 0] - points[:, 1] + points[:, 2] - points[:, 3]).max(1) < EXACT
+    return 'of OBB, rotated boxes' if parallel.mean() > 0.9 and (side > EXACT).any() else ''
 
 
 def _check_class(c: float, where: str | Path, data: Any) -> None:

@@ -11,10 +11,11 @@ import os
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
-from utils import dataloaders
 from utils.dataloaders import IMG_FORMATS
 
+from utils import dataloaders
 from utils.qat.core.errors import QatError
 from utils.qat.core.files import waits
 
@@ -79,9 +80,9 @@ def _in_list(file: Path, who: str) -> Iterator[str]:
 def found_before(found: Mapping[str, Iterable[str]]) -> Iterator[None]:
     """Let upstream's dataset take these image files, by path, where it would look for them itself."""
 
-    def opened(file: str | Path, *mode: str) -> io.TextIOBase:
+    def opened(file: str | Path, mode: str = 'r') -> Any:
         lines = found.get(str(file))
-        return open(file, *mode) if lines is None else io.StringIO('\n'.join(lines))
+        return open(file, mode) if lines is None else io.StringIO('\n'.join(lines))
 
     patterns = dataloaders.glob
     dataloaders.glob = SimpleNamespace(glob=lambda pattern, recursive: list(found[str(Path(pattern).parents[1])]))

@@ -25,7 +25,6 @@ from utils.qat.data.dataset import Data, open_dataset, require_labels
 from utils.qat.data.image_folders import ImageFolders, open_images
 from utils.qat.data.masks import COARSE
 
-
 WITHOUT = 'labels are not needed by qat.py quantize --epochs 0 and qat.py sensitive --metric distortion'
 
 

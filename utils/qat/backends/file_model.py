@@ -21,7 +21,7 @@ from utils.qat.config.export import END2END, MASKS
 from utils.qat.config.tasks import load_task
 from utils.qat.core.errors import QatError, one_line
 from utils.qat.data.masks import BoxMasks
-from utils.qat.untrusted.names import class_names
+from utils.qat.untrusted.names import class_names, require_colours
 
 LARGEST_NAMES = 1_000_000  # characters of all names of classes in the metadata of an export
 
@@ -100,6 +100,7 @@ class FileModel:
                 f'output1 [B, coefficients, H / 4, W / 4] as well, or with NMS inside {", ".join(END2END)}; found '
                 f'{list(image)} -> {", ".join(f"{n} {list(s)}" for n, s in outputs.items())}; export it with export_qat.py'
             )
+        require_colours(image[1], f'--weights {path}')
         own = (image[0],) * 2 if isinstance(image[0], int) else None  # a static graph wants full batches
         self.imgsz = tuple(image[2:]) if all(isinstance(n, int) for n in image[2:]) else None
         self.batch = signature.batch or own

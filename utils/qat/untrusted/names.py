@@ -43,6 +43,12 @@ def class_names(names: Any, source: str) -> dict[int, str]:
     return names
 
 
+def require_colours(channels: object, source: str) -> None:
+    """Raise QatError, which begins with `source`, for a model that takes another number of channels than 3."""
+    if isinstance(channels, int) and channels != 3:
+        raise QatError(f'{source}: takes {channels} channel{"s" * (channels > 1)}; only 3 are supported (RGB)')
+
+
 def require_names(model: nn.Module, source: str) -> None:
     """Check the names of a loaded model's classes and layers, and keep its class names as a map from 0..n-1.
 

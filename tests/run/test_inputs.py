@@ -2,6 +2,8 @@
 
 import shutil
 
+import numpy as np
+import onnx
 import pytest
 import torch
 import yaml
@@ -261,6 +263,37 @@ def outlines_of_four_points(bench):
         return f'{c} {left} {top} {right} {top} {right} {bottom} {left} {bottom}'
 
     return relabelled(bench, corners)
+
+
+@case(0, '10 classes count as one', '12 images', '67 |')
+def training_with_a_single_class(bench):
+    made = build('demo', **SMALL, nc=1)
+    made.model[-1].bias_init()
+    made.names = ['item']
+    torch.save({'model': made.half(), 'ema': None}, bench.folder / 'one.pt')
+    command('reparameterization.py', '--weights', bench.folder / 'one.pt', '--save', bench.folder / 'single.pt')
+    return f'qat.py eval {QAT} --weights {bench.folder}/single.pt --data {bench.data()}'
+
+
+@case(2, 'takes 1 channel; only 3 are supported')
+def a_model_of_grey_images(bench):
+    made = build('demo', **SMALL)
+    made.model[0].conv = torch.nn.Conv2d(1, 16, 3, 2, 1, bias=False)
+    torch.save({'model': made.half(), 'ema': None}, bench.folder / 'grey.pt')
+    return f'qat.py quantize {QAT} --weights {bench.folder}/grey.pt --data {bench.data()}'
+
+
+@case(2, 'takes 4 channels; only 3 are supported')
+def a_file_of_four_channels(bench):
+    command('export_qat.py', '--weights', bench.model(), '--imgsz', 64)
+    graph = onnx.load(bench.folder / 'model.onnx')
+    graph.graph.input[0].type.tensor_type.shape.dim[1].dim_value = 4
+    first = graph.graph.node[0].input[1]
+    [weight] = [w for w in graph.graph.initializer if w.name == first]
+    values = onnx.numpy_helper.to_array(weight)
+    weight.CopyFrom(onnx.numpy_helper.from_array(np.concatenate((values, values[:, :1]), 1), first))
+    onnx.save(graph, bench.folder / 'four.onnx')
+    return f'qat.py eval {QAT} --weights {bench.folder}/four.onnx --data {bench.data()}'
 
 
 @pytest.mark.parametrize('name', CASES)

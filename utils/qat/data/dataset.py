@@ -37,6 +37,7 @@ from utils.qat.untrusted.yaml_file import read_yaml
 
 FEWEST, EXACT = 8, 0.005  # labels by which their task is known, and how exact their numbers are in 0..1
 CONVERT = 'write its labels as boxes, "class x y width height"'
+SINGLE = {0: 'item'}  # upstream's name of the one class of train.py --single-cls
 OBJECT = ('O8', False, True), (3, '|', None, None, None, -1, -1, 63)  # NumPy's dtype of objects, as it is pickled
 
 
@@ -51,6 +52,7 @@ class Data:
     annotations: Path | None = None  # COCO's instances_val2017.json, if the data is COCO
     flag: str = '--data'  # the option that named the YAML
     val_split: float = 0.0  # share of the training images that is held out of training, in [0, 1)
+    single: bool = False  # whether all classes count as one
     masks: bool = False  # whether the model returns masks, so that labels must be polygons
 
     @property
@@ -104,6 +106,10 @@ def load_data(
         raise QatError(f'{who}: nc: must be a number, that of the names')
     if content.get('nc') not in (None, len(names)):
         raise QatError(f'{who}: nc: {content["nc"]} but {len(names)} names')
+    single = nc == 1 < len(names) and dict(own or {}) == SINGLE
+    if single:
+        LOGGER.info(f'{who}: its {len(names)} classes count as one, as in the training of the model (--single-cls)')
+        names = SINGLE
     if nc not in (None, len(names)):
         raise QatError(f'{who}: {len(names)} classes, but the model has {nc}; use the data the model was trained on')
     names = _agreed(names, own or names, names_from, who)
@@ -116,7 +122,16 @@ def load_data(
     train, val = (_image_paths(content, key, base, who, places) for key in ('train', 'val'))
     is_coco = any(Path(p).name == 'val2017.txt' for p in val)  # upstream's own criterion
     annotations = base / 'annotations' / 'instances_val2017.json'
-    return Data(file, train, val, names, annotations if is_coco and annotations.exists() else None, flag, masks=masks)
+    return Data(
+        file,
+        train,
+        val,
+        names,
+        annotations if is_coco and annotations.exists() and not single else None,
+        flag,
+        single=single,
+        masks=masks,
+    )
 
 
 def is_numbered(names: Mapping[int, str]) -> bool:
@@ -249,6 +264,7 @@ def open_dataset(
                 config.batch_size,
                 stride=stride,
                 prefix=f'{key}: ',
+                single_cls=data.single,
                 **(masks or {}),
                 **options,
             )
@@ -447,7 +463,8 @@ def check_dropped(files: Sequence[str], data: Any) -> None:
                     f'label {label}:{number}: expected "class x y width height", or an outline, "class x1 y1 x2 y2 x3 y3 ...", with '
                     f'coordinates in 0..1 (no keypoints of pose), not {line[:60]!r}'
                 )
-            _check_class(c, f'{label}:{number}', data)
+            if not data.single:
+                _check_class(c, f'{label}:{number}', data)
 
 
 def require_labels(dataset: LoadImagesAndLabels, key: str, data: Any, use: str) -> None:

@@ -296,6 +296,35 @@ def a_file_of_four_channels(bench):
     return f'qat.py eval {QAT} --weights {bench.folder}/four.onnx --data {bench.data()}'
 
 
+def pruned(model):
+    """Take the last channels of a layer inside a block away, as a pruning does."""
+    first, second = model.model[2].cv2[0].m[0].cv1, model.model[2].cv2[0].m[0].cv2
+    for conv, norm in ((c.conv, c.bn) for c in (first.conv1, first.conv2)):
+        conv.weight, conv.out_channels, norm.num_features = torch.nn.Parameter(conv.weight[:3]), 3, 3
+        for name in ('weight', 'bias'):
+            setattr(norm, name, torch.nn.Parameter(getattr(norm, name)[:3]))
+        norm.running_mean, norm.running_var = norm.running_mean[:3], norm.running_var[:3]
+    second.conv.weight, second.conv.in_channels = torch.nn.Parameter(second.conv.weight[:, :3]), 3
+
+
+def two_branches(bench, change):
+    content = torch.load(bench.small.dual, weights_only=False)
+    change(content['model'].float())
+    torch.save(content, bench.folder / 'dual.pt')
+    command('reparameterization.py', '--weights', bench.folder / 'dual.pt', '--save', bench.folder / 'one.pt')
+    return f'qat.py quantize {QAT} {FEW} --weights {bench.folder}/dual.pt --data {bench.small.data}'
+
+
+@case(0, 'pruned, or fused before it was saved', 'PTQ')
+def two_pruned_branches(bench):
+    return two_branches(bench, pruned)
+
+
+@case(0, 'pruned, or fused before it was saved', 'PTQ')
+def two_fused_branches(bench):
+    return two_branches(bench, lambda model: model.fuse())
+
+
 @pytest.mark.parametrize('name', CASES)
 def test_regression(bench, name):
     make, code, words = CASES[name]

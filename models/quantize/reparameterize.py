@@ -224,6 +224,14 @@ def reparameterize(model: nn.Module) -> nn.Module:
     shapes = tensor_shapes(found)
     wrong = sorted(set(wanted) ^ set(shapes)) or [k for k in wanted if wanted[k] != shapes[k]]
     if wrong:
+        surplus = sorted(
+            k for k in set(shapes) - set(wanted) if not k.endswith(('.conv.weight', '.conv.bias'))
+        )  # of a fused layer
+        if surplus:
+            raise QatError(
+                f'{len(surplus)} tensors are no part of {source}, the first is {surplus[0]}: the model was changed after it was built; take that '
+                'back (pruning masks: torch.nn.utils.prune.remove), and save it again'
+            )
         LOGGER.info(
             f'{len(wrong)} tensors are not as {source} has them, the first is {wrong[0]}: pruned, or fused before it was saved. They are '
             'taken as they are in the file'

@@ -21,7 +21,7 @@ from utils.qat.config.export import END2END, MASKS
 from utils.qat.config.tasks import load_task
 from utils.qat.core.errors import QatError, one_line
 from utils.qat.data.masks import BoxMasks
-from utils.qat.untrusted.names import class_names, require_colours
+from utils.qat.untrusted.names import class_names, fitting, require_colours
 
 LARGEST_NAMES = 1_000_000  # characters of all names of classes in the metadata of an export
 
@@ -118,7 +118,7 @@ class FileModel:
                     f'--weights {path}: leaves the number of classes open, {list(shapes[0])}; export it with export_qat.py'
                 )
             self.nc = self.task.classes_in(shapes)
-            self.names = names or {i: str(i) for i in range(self.nc)}
+            self.names = fitting(names or {i: str(i) for i in range(self.nc)}, self.nc, f'--weights {path}')
 
     @property
     def notes(self) -> Sequence[str]:

@@ -24,7 +24,7 @@ from utils.qat.backends.openvino import OpenVINO
 from utils.qat.benchmark.measured_backends import MeasuredOpenVINO
 from utils.qat.config.qat import QuantizeConfig
 from utils.qat.config.settings import option_of
-from utils.qat.config.tables import DEFAULT_TARGET, TARGETS, TargetText
+from utils.qat.config.tables import DEFAULT_TARGET, TARGETS
 from utils.qat.core.errors import QatError
 from utils.qat.graph.audit import audit, finding_counts
 from utils.qat.graph.audit_rules import DFL, HEAD, rules_of
@@ -210,11 +210,6 @@ def test_a_file_names_its_target(name, tmp_path):
 def test_help_describes_each_target_that_places_otherwise():
     said, default = option_of(QuantizeConfig, 'target').help, load_target(DEFAULT_TARGET)
     assert [name for name in TARGETS if not load_target(name).places_as(default) and f'. {name}: ' not in said] == []
-
-
-def test_a_next_command_writes_a_kind_of_file_that_can_be_written_here():
-    assert TargetText('', include='litert', package='json').exports == 'litert'
-    assert TargetText('', include='litert', package='no_such_package').exports == 'onnx'
 
 
 @pytest.mark.parametrize('name', ['../other', 'target', '', 7, ['tensorrt'], None])

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from importlib.util import find_spec
 from pathlib import Path
 from typing import NamedTuple
 
@@ -17,19 +16,13 @@ class TargetText(NamedTuple):
     title: str
     placement: str = ''  # difference from the Q/DQ placement of the default target, for `-h`
     include: str = 'onnx'  # its kind of file
-    package: str = ''  # writes that file, and is installed by hand
-
-    @property
-    def exports(self) -> str:
-        """Its kind of file, or ONNX where the package is missing."""
-        return self.include if not self.package or find_spec(self.package) else 'onnx'
 
 
 TARGETS = {  # --target → TargetText. utils/qat/targets/ has a file for each
     'tensorrt': TargetText('TensorRT'),
     'openvino': TargetText('OpenVINO', 'outputs of the head in INT8, unsigned behind a ReLU', 'openvino'),
     'onnxruntime': TargetText('ONNX Runtime', 'also around activation functions, with zero points'),
-    'litert': TargetText('LiteRT', 'as onnxruntime, a scale for each addend of an Add', 'litert', 'litert_torch'),
+    'litert': TargetText('LiteRT', 'as onnxruntime, a scale for each addend of an Add', 'litert'),
 }
 DEFAULT_TARGET = 'tensorrt'  # also of checkpoints and files that name no target
 NMS = tuple('topk_all iou_thres conf_thres class_agnostic nms mask_resolution pooler_scale sampling_ratio'.split())

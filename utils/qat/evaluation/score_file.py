@@ -268,7 +268,7 @@ def score_file(
 
             following = after_scoring(config.weights, config.imgsz, config.backend)
         elif predict.recipe:
-            include = TARGETS[target_of_recipe(predict.recipe).name].exports
+            include = TARGETS[target_of_recipe(predict.recipe).name].include
             following = export_command(config.weights, config.imgsz, include)
         else:
             size, whose = typed_sides(config.imgsz), config.names_from

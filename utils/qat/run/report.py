@@ -227,7 +227,7 @@ def conclusions(report: dict[str, Any]) -> list[str]:
 def export_of_run(folder: Path, report: dict[str, Any]) -> str:
     """Make the command that exports the checkpoint of a finished run to the file of its target."""
     settings = report['settings']
-    return export_command(folder / DELIVERED, settings['imgsz'], TARGETS[settings['target']].exports)
+    return export_command(folder / DELIVERED, settings['imgsz'], TARGETS[settings['target']].include)
 
 
 def calibration_text(calibration: dict[str, Any]) -> str:
@@ -260,9 +260,11 @@ def _pictures(folder: Path, report: dict[str, Any]) -> list[str]:
     return shown
 
 
-def write_report(folder: Path, report: dict[str, Any], pictures: bool = True) -> None:
-    """Write report.json, report.md and, with `pictures`, its pictures, also for an unfinished run."""
-    write_json(folder / 'report.json', report)
+def write_report(folder: Path, report: dict[str, Any], finished: bool = True) -> None:
+    """Write report.json and report.md, and for a finished run its pictures; that of an unfinished one says so, and how to go on."""
+    write_json(folder / 'report.json', {**report, 'finished': finished})
+    resume = repeated('qat.py', 'quantize', '--resume', folder)
+    following = export_of_run(folder, report) if finished else resume
     settings = report['settings']
     scored = any(map(is_scored, (report['origin'], report['ptq'], *report['epochs'])))
     seen = f'; scored {task_in(report["origin"], report["ptq"]).seen_as(settings["imgsz"], False)}' if scored else ''
@@ -273,10 +275,10 @@ def write_report(folder: Path, report: dict[str, Any], pictures: bool = True) ->
         folder / 'report.md',
         f'{Path(settings["weights"]).name} in INT8',
         [
-            f'**{escaped(headline(report))}**',
+            f'**{escaped(("" if finished else "Interrupted, or not over yet. ") + headline(report))}**',
             escaped(f'Images: {images}{seen}. Computed on {report["device"]}.'),
             *([run_table(report), escaped(' '.join(conclusions(report)))] if report['ptq'] and scored else []),
-            *(_pictures(folder, report) if pictures else []),
+            *(_pictures(folder, report) if finished else []),
             *(['## Calibration', calibration_text(report['calibration'])] if report['calibration'] else []),
             *[escaped(f'Left in float: {", ".join(report["kept_float"])}.')] * bool(report['kept_float']),
             *[escaped(f'Activation functions that stayed: {", ".join(report["kept_activations"])}.')]
@@ -287,7 +289,7 @@ def write_report(folder: Path, report: dict[str, Any], pictures: bool = True) ->
             *(['## Machine', machine_table(report['machine'])] if 'machine' in report else []),
             '## Made by',
             code(repeated('qat.py', 'quantize', *typed_words(settings, QuantizeConfig))),
-            *closing(settings, QuantizeConfig, report['versions'], export_of_run(folder, report) if made else None),
+            *closing(settings, QuantizeConfig, report['versions'], following if made else None),
         ],
     )
 

@@ -20,6 +20,7 @@ import models
 from models import yolo
 from models.quantize.reparameterize import Weightless, network_layers, tensor_shapes
 from utils.qat.core.errors import QatError
+from utils.qat.untrusted.model_yaml import require_network
 from utils.qat.untrusted.names import require_colours
 from utils.qat.untrusted.torch_archive import Archive
 from utils.qat.untrusted.yaml_file import read_yaml
@@ -79,6 +80,7 @@ class Origin(ABC):
         files = sorted(Path(next(iter(models.__path__)), 'detect').glob(NETWORKS))
         for file in files:
             content = read_yaml(file, 'upstream')
+            require_network(content, f'upstream {file}')
             *body, (inputs, *_) = content['head']
             last = f'model.{len(content["backbone"]) + len(body)}.cv3.0.2.weight'
             if last not in shapes:

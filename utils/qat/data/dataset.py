@@ -4,6 +4,7 @@ Upstream skips some bad files without a message, fails later on some, and would 
 in one line with its name.
 """
 
+import contextlib
 import math
 import os
 import re
@@ -16,6 +17,7 @@ from typing import Any
 
 import cv2
 import numpy as np
+from PIL import Image
 from utils.augmentations import Albumentations
 from utils.dataloaders import IMG_FORMATS, LoadImagesAndLabels, img2label_paths
 from utils.general import ROOT
@@ -35,6 +37,8 @@ from utils.qat.untrusted.plain_values import ARRAYS, MULTIARRAY, Values, array_s
 from utils.qat.untrusted.torch_archive import Call, Refused, read_pickle, without_collector
 from utils.qat.untrusted.yaml_file import read_yaml
 
+DEEP = '.tif', '.tiff'  # images that may have 32 bits per value
+FLAT = 16  # of 255: a smaller range of pixels is noise
 FEWEST, EXACT = 8, 0.005  # labels by which their task is known, and how exact their numbers are in 0..1
 CONVERT = 'write its labels as boxes, "class x y width height"'
 SINGLE = {0: 'item'}  # upstream's name of the one class of train.py --single-cls
@@ -218,6 +222,7 @@ class Readable:
             gain = min(self.sides[0] / height, self.sides[1] / width)
             # upstream divides by the longer side, multiplies each side by the result, and truncates
             self.img_size = np.nextafter(gain * max(width, height), np.inf)
+        require_integers(self.im_files[i])
         try:
             return super().load_image(i)  # type: ignore[misc]  # upstream's dataset has it
         except (AssertionError, cv2.error) as e:
@@ -329,6 +334,22 @@ def check_images(files: Iterable[str], flag: str, data: Path) -> None:
             raise QatError(f'{flag} {data}: the name of the image {file} has control characters; rename it')
         if waits(file):
             raise QatError(f'image {file}: a pipe or a device, and no file; remove it')
+
+
+def require_integers(file: str) -> None:
+    """Raise QatError for an image of 32 bits per value, which OpenCV would read as black; of 16 bits it reads the upper eight."""
+    if file.lower().endswith(DEEP):
+        with contextlib.suppress(OSError), Image.open(file) as image:  # else OpenCV says what is wrong
+            if image.mode in ('F', 'I'):
+                raise unreadable(file, '32 bits per value; save it with 8 or 16')
+
+
+def warn_of_flat(images: Iterable[np.ndarray], data: Any) -> None:
+    """Warn if none of some images has structure: a calibration on them says nothing of the ranges."""
+    if all(np.ptp(image) < FLAT for image in images):
+        LOGGER.warning(
+            f'{data.flag} {data.file}: the images for the calibration have no structure (one colour, or 12 bits in 16): look at them'
+        )
 
 
 def unreadable(file: str, reason: object = '') -> QatError:

@@ -21,10 +21,11 @@ from utils.dataloaders import LoadImagesAndLabels
 from utils.qat.config.common import LabelledConfig, LoaderConfig
 from utils.qat.config.settings import Sides
 from utils.qat.core.errors import QatError
-from utils.qat.data.dataset import Data, open_dataset, require_labels
+from utils.qat.data.dataset import Data, open_dataset, require_labels, warn_of_flat
 from utils.qat.data.image_folders import ImageFolders, open_images
 from utils.qat.data.masks import COARSE
 
+FEW = 8  # images that are looked at before a calibration
 WITHOUT = 'labels are not needed by qat.py quantize --epochs 0 and qat.py sensitive --metric distortion'
 
 
@@ -233,6 +234,8 @@ class Loaders:
     def calibration(self) -> Images:
         """Make the batches of the calibration: `calib_images` of the training images, letterboxed, without augmentation."""
         dataset = spread(self._open('train', labels=False), self.config.calib_images)
+        if isinstance(self.data, Data):
+            warn_of_flat((dataset.dataset.load_image(i)[0] for i in dataset.indices[:FEW]), self.data)
         return Images(unshuffled(dataset, self.config, self.shard), self.device)
 
     def training(self, hyp: dict[str, Any] | None = None, labels: bool = False) -> TrainingImages:

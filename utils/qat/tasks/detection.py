@@ -42,7 +42,7 @@ class Detection(Task):
     def load_data(self, file: Path, model: Any, flag: str = '--data', names_from: str | None = None) -> Any:
         from utils.qat.data.dataset import images_alone, load_data
 
-        if (file / 'train').is_dir() and ((file / 'val').is_dir() or (file / 'test').is_dir()):
+        if any(child.is_dir() for child in file.glob('train/*')):  # a folder for each class
             raise QatError(
                 f'{flag} {file}: a folder, and the model is no classifier ({model.kind}); it takes {self.takes}, or to calibrate one folder of images'
             )

@@ -32,6 +32,7 @@ from utils.qat.untrusted.torch_archive import Refused, read_archive
 from utils.qat.untrusted.torchvision_weights import network_of, network_with, old_state
 
 NEEDED = 'give a checkpoint of upstream train.py or train_dual.py'
+AGAIN_AS = "torch.save({{'model': {}}}, 'NEW.pt')"
 FORMAT = 2  # since 2 every scale is an FP16 number
 LARGEST_STRIDE = 1024  # pixels; YOLOv9 has 64 at most
 
@@ -41,7 +42,8 @@ class CheckpointFile:
 
     Attributes:
         kind: 'quantized' (by this toolkit), 'foreign' (of another yolov9-qat tool), 'float' (a YOLOv9 model of any of
-            origins.ORIGINS, or weights of a network of torchvision), 'state_dict' (tensors without a network) or 'other'.
+            origins.ORIGINS, or weights of a network of torchvision), 'state_dict' (tensors without a network), 'parallel' or 'masked'
+            (advice follows) or 'other'.
 
     Raises:
         QatError: the file is no torch.save archive (the zip format of PyTorch 1.6 and later). By `load_*`: it has another
@@ -116,6 +118,8 @@ class CheckpointFile:
                     'float': f'is not quantized; quantize it first: {command("qat.py", "quantize", "--weights", self.path)}',
                     'state_dict': 'has weights without their network (a state_dict); if they are of a network of torchvision, rename the '
                     f'file to its name and .pth, such as resnet50-mine.pth, else {NEEDED}',
+                    'parallel': f'was saved inside DataParallel; take the model out: {AGAIN_AS.format("model.module")}',
+                    'masked': 'has pruning masks; make them permanent, torch.nn.utils.prune.remove(layer, "weight") for each pruned layer, and save it again',
                     'other': f'holds no YOLOv9 model; {NEEDED}',
                 }[self.kind]
             )
@@ -125,6 +129,8 @@ class CheckpointFile:
         ckpt: Any = self._built() if self.state is None else self.state
         if self.of_torchvision:
             ckpt = {'model': network_with(ckpt, self.path)}
+        if isinstance(ckpt, nn.Module):  # torch.save(model)
+            ckpt = {'model': ckpt}
         model: Any = (ckpt.get('ema') or ckpt.get('model')) if isinstance(ckpt, dict) else None
         if not isinstance(getattr(model, 'model', None), torch.nn.Sequential) and not _of_torchvision(model):
             raise QatError(f'--weights {self.path}: holds no model (neither "ema" nor "model")')
@@ -177,6 +183,10 @@ def _of_torchvision(model: Any) -> bool:
 
 def _kind(names: Iterable[str]) -> str:
     """Tell the kind of a checkpoint by the names in its pickle, see CheckpointFile."""
+    if any(n.startswith('torch.nn.parallel.') for n in names):
+        return 'parallel'
+    if any(n.startswith('torch.nn.utils.prune.') for n in names):
+        return 'masked'
     if any(n.startswith(TWINS) for n in names):
         return 'quantized'
     if any(n.startswith(('pytorch_quantization.', 'models.quantize')) and not n.startswith(OURS) for n in names):

@@ -1,15 +1,23 @@
 """Named regressions: what people bring comes in, or gets one true line. Each input is small, and made here."""
 
+import errno
+import os
 import shutil
+import sys
 
+import cv2
 import numpy as np
 import onnx
 import pytest
 import torch
 import yaml
-from zoo import SMALL, build, command
+from torch.nn.utils import prune
+from zoo import SMALL, build, command, interrupt
 
+from utils.qat.core.command import run_command
+from utils.qat.core.errors import QatError, explain
 from utils.qat.run.report import conclusions, headline
+from utils.qat.untrusted.torchvision_weights import old_state
 
 CASES = {}  # name → (function: bench → command line, exit code, words of the answer)
 LETTERS = list('abcdefghij')  # names of the ten classes
@@ -325,6 +333,119 @@ def two_fused_branches(bench):
     return two_branches(bench, lambda model: model.fuse())
 
 
+@case(0, '3 names for 10 classes, so they are left out')
+def names_fewer_than_classes(bench):
+    return f'export_qat.py --imgsz 64 --weights {bench.model(names=["a", "b", "c"])}'
+
+
+@case(0, '12 names for 10 classes, so they are left out')
+def names_more_than_classes(bench):
+    model = bench.model(names=list('abcdefghijkl'))
+    return f'qat.py eval {QAT} --weights {model} --data {bench.data(train="images/val")}'
+
+
+@case(0, '24 images')
+def links_in_a_circle(bench):
+    (bench.folder / 'images/val/again').symlink_to(bench.folder / 'images')
+    (bench.folder / 'images/val/self').symlink_to('.')
+    return f'qat.py eval {QAT} --weights {bench.model()} --data {bench.data(train="images/val")}'
+
+
+@case(2, 'val: no images in /proc/self')
+def the_system_in_place_of_a_folder(bench):
+    return f'qat.py eval {QAT} --weights {bench.model()} --data {bench.data(val="/proc/self")}'
+
+
+@case(2, 'val: /dev/zero: a pipe or a device, and no list of images')
+def a_device_in_place_of_a_list(bench):
+    return f'qat.py eval {QAT} --weights {bench.model()} --data {bench.data(val="/dev/zero")}'
+
+
+@case(2, 'pipe: a pipe or a device, and no list of images')
+def a_pipe_in_place_of_a_list(bench):
+    os.mkfifo(bench.folder / 'pipe')
+    return f'qat.py eval {QAT} --weights {bench.model()} --data {bench.data(train=["images/train", "pipe"])}'
+
+
+def in_the_way(bench, name):
+    folder = bench.folder / 'runs/exp'
+    folder.mkdir(parents=True)
+    os.mkfifo(folder / name)
+    (folder / '.lock').touch()
+    return f'qat.py eval {QAT} --weights {bench.model()} --data {bench.data()} --exist-ok'
+
+
+@case(2, 'log.txt: a pipe or a device, in the folder of a run')
+def a_log_that_is_a_pipe(bench):
+    return in_the_way(bench, 'log.txt')
+
+
+@case(2, 'report.json: a pipe or a device, in the folder of a run')
+def a_report_that_is_a_pipe(bench):
+    return in_the_way(bench, 'report.json')
+
+
+@case(2, 'not UTF-8, from byte')
+def an_xml_that_is_not_utf8(bench):
+    pytest.importorskip('openvino')
+    command('export_qat.py', '--weights', bench.model(), '--imgsz', 64, '--include', 'openvino')
+    file = bench.folder / 'model.xml'
+    file.write_bytes(file.read_bytes().replace(b'name="images"', b'name="im\xff\xfe"'))
+    return f'benchmark_trt.py {file} --device cpu --project {bench.folder}/runs'
+
+
+@case(2, 'no valid ONNX file', 'too long')
+def external_data_of_a_long_name(bench):
+    command('export_qat.py', '--weights', bench.model(), '--imgsz', 64)
+    graph = onnx.load(bench.folder / 'model.onnx')
+    weight = graph.graph.initializer[0]
+    weight.ClearField('raw_data')
+    weight.data_location = onnx.TensorProto.EXTERNAL
+    weight.external_data.add(key='location', value='a' * 300)
+    (bench.folder / 'long.onnx').write_bytes(graph.SerializeToString())
+    return f'scripts/audit_onnx.py {bench.folder}/long.onnx'
+
+
+def repainted(bench, pixels, suffix):
+    """Calibrate on the images in other pixels and another format; pixels: function of those of an image."""
+    for file in [*(bench.folder / 'images').rglob('*.*')]:
+        cv2.imwrite(str(file.with_suffix(suffix)), pixels(cv2.imread(str(file))))
+        file.unlink()
+    return calibrated(bench, bench.data())
+
+
+@case(0, 'PTQ            AP 0.0')
+def images_of_16_bits(bench):
+    return repainted(bench, lambda image: image.astype(np.uint16) * 257, '.png')
+
+
+@case(2, '.tiff: cannot be read; mend or remove it (32 bits per value; save it with 8 or 16)')
+def images_of_32_bits(bench):
+    return repainted(bench, lambda image: image[..., 0].astype(np.float32), '.tiff')
+
+
+@case(0, 'warning', 'the images for the calibration have no structure')
+def images_of_one_colour(bench):
+    return repainted(bench, lambda image: image * 0 + 7, '.png')
+
+
+@case(0, '12 images')
+def a_model_that_was_saved_whole(bench):
+    torch.save(torch.load(bench.model(), weights_only=False)['model'], bench.folder / 'whole.pt')
+    return f'qat.py eval {QAT} --weights {bench.folder}/whole.pt --data {bench.data()}'
+
+
+@case(2, 'was saved inside DataParallel; take the model out: torch.save(')
+def a_model_in_data_parallel(bench):
+    return f'qat.py eval {QAT} --weights {bench.model(torch.nn.DataParallel)} --data {bench.data()}'
+
+
+@case(2, 'has pruning masks; make them permanent, torch.nn.utils.prune.remove(')
+def a_model_with_pruning_masks(bench):
+    mask = lambda model: prune.l1_unstructured(model.model[0].conv, 'weight', 0.1) and None  # noqa: E731
+    return f'qat.py eval {QAT} --weights {bench.model(mask)} --data {bench.data()}'
+
+
 @pytest.mark.parametrize('name', CASES)
 def test_regression(bench, name):
     make, code, words = CASES[name]
@@ -338,6 +459,38 @@ def test_regression(bench, name):
     if code:
         assert said.count('\n') == 1, said
         assert {path for path in bench.folder.rglob('*') if not path.name.endswith('.cache')} == before
+
+
+def test_the_report_of_an_interrupted_run_says_how_to_go_on(bench):
+    run = f'--project {bench.folder} --iters 1 --epochs 2 --target openvino --calib-images 4 --calib-method max'
+    words = f'quantize {QAT} {run} --weights {bench.model()} --data {bench.data()}'.split()
+    interrupt('epoch 2/2', 0, 'qat.py', *words)
+    report, again = bench.folder / 'exp/report.md', f'qat.py quantize --resume {bench.folder}/exp'
+    text = report.read_text()
+    assert 'Interrupted, or not over yet' in text and again in text and 'export_qat.py' not in text
+    said = command(*again.split())
+    assert '--include openvino' in said and 'Interrupted' not in report.read_text()
+
+
+@pytest.mark.parametrize(
+    ('option', 'refused'), [('error', True), ('error::UserWarning', True), ('ignore', False), ('error:::mine', False)]
+)
+def test_warnings_that_stop_libraries_are_refused(monkeypatch, capsys, option, refused):
+    monkeypatch.setattr(sys, 'warnoptions', [option])
+    assert run_command(lambda _: None, torch=False) == (2 if refused else 0)
+    assert ('unset PYTHONWARNINGS' in capsys.readouterr().err) == refused
+
+
+def test_a_file_that_is_too_large_is_no_full_disk():
+    said = explain(OSError(errno.EFBIG, 'File too large', 'a.onnx')) or ''
+    assert 'ulimit -f' in said and 'MB are free' not in said
+
+
+def test_an_older_pytorch_reads_no_older_files(tmp_path, monkeypatch):
+    torch.save({}, tmp_path / 'resnet18-1.pth', _use_new_zipfile_serialization=False)
+    monkeypatch.setattr(torch, '__version__', '2.9.1')
+    with pytest.raises(QatError, match='which can run code in PyTorch 2.9.1; use PyTorch 2.10'):
+        old_state(tmp_path / 'resnet18-1.pth')
 
 
 def test_nothing_is_said_of_int8_where_the_float_model_finds_nothing():

@@ -99,15 +99,8 @@ def main(argv: Sequence[str] | None = None) -> None:
 
     remaining = sum(p.numel() for p in single.parameters())
     args.save.parent.mkdir(parents=True, exist_ok=True)
-    content = {
-        'description': MADE_BY,
-        'model': single.half(),
-        'ema': None,
-        'updates': None,
-        'optimizer': None,
-        'epoch': -1,
-    }
-    write_torch(args.save, {**{k: ckpt[k] for k in ('date', 'git') if k in ckpt}, **content})
+    content = {'model': single.half(), 'ema': None, 'updates': None, 'optimizer': None, 'epoch': -1}
+    write_torch(args.save, {'description': MADE_BY, **{k: ckpt[k] for k in ('date', 'git') if k in ckpt}, **content})
     LOGGER.info(
         f'{args.weights} ({type(model.model[-1]).__name__}) -> {args.save} ({type(head_of(single)).__name__})\n'
         f'layers      {len(model.model)} -> {len(single.model)} ({len(model.model) - len(single.model)} dropped)\n'

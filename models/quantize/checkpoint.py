@@ -134,7 +134,8 @@ class CheckpointFile:
         model: Any = (ckpt.get('ema') or ckpt.get('model')) if isinstance(ckpt, dict) else None
         if not isinstance(getattr(model, 'model', None), torch.nn.Sequential) and not _of_torchvision(model):
             raise QatError(f'--weights {self.path}: holds no model (neither "ema" nor "model")')
-        require_colours(first_channels(model), f'--weights {self.path}')
+        channels = next((m.in_channels for m in model.modules() if isinstance(m, nn.Conv2d)), 3)
+        require_colours(channels, f'--weights {self.path}')
         self._require_running(model.float().eval())
         require_names(model, f'--weights {self.path}')
         return ckpt, model.to(device)
@@ -169,11 +170,6 @@ class CheckpointFile:
                 f'--weights {self.path}: its model does not run with the layers of this YOLOv9 tree ({type(e).__name__}: '
                 f"{one_line(e)}); use the tree it was trained with, or a checkpoint of upstream's training"
             ) from e
-
-
-def first_channels(model: nn.Module) -> int:
-    """Return the number of channels that the first convolution of a model takes."""
-    return next((m.in_channels for m in model.modules() if isinstance(m, nn.Conv2d)), 3)
 
 
 def _of_torchvision(model: Any) -> bool:

@@ -208,9 +208,7 @@ def reparameterize(model: nn.Module) -> nn.Module:
     layers, parts = deepcopy(([model.float().model[i] for i in kept], parts))  # at once: they share activations
     for layer, theirs in zip(layers, described):
         if type(layer) is not type(theirs):
-            raise QatError(
-                f'{source}: layer {layer.i} is {type(theirs).__name__} there, and {type(layer).__name__} in the model: it {OTHER}'
-            )
+            raise QatError(f'{source}: layer {layer.i}, {type(theirs).__name__} or {type(layer).__name__}, {OTHER}')
     for ours, theirs in zip(layers, described):
         ours.i, ours.f = theirs.i, theirs.f
     wanted = tensor_shapes(described)
@@ -224,9 +222,8 @@ def reparameterize(model: nn.Module) -> nn.Module:
     shapes = tensor_shapes(found)
     wrong = sorted(set(wanted) ^ set(shapes)) or [k for k in wanted if wanted[k] != shapes[k]]
     if wrong:
-        surplus = sorted(
-            k for k in set(shapes) - set(wanted) if not k.endswith(('.conv.weight', '.conv.bias'))
-        )  # of a fused layer
+        fused = '.conv.weight', '.conv.bias'
+        surplus = sorted(k for k in set(shapes) - set(wanted) if not k.endswith(fused))
         if surplus:
             raise QatError(
                 f'{len(surplus)} tensors are no part of {source}, the first is {surplus[0]}: the model was changed after it was built; take that '

@@ -19,12 +19,8 @@ ENGINE_BACKEND = 'tensorrt'  # runs and builds engines by default
 scores = partial(option, group='scores')
 classifiers = partial(option, group='classifiers')
 segmentation = partial(option, group='segmentation models')
-names_from = partial(  # whose names of the classes count
-    option,
-    None,
-    'if the class names of the data and of the model are other words for the same classes: whose count; default: refuse',
-    allowed=('data', 'checkpoint'),
-)
+OTHER_WORDS = 'if class names of data and model are other words for the same classes: whose count; default: refuse'
+names_from = partial(option, None, OTHER_WORDS, allowed=('data', 'checkpoint'))
 
 
 @dataclass(frozen=True, kw_only=True)

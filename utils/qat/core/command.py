@@ -124,9 +124,7 @@ def _require_environment(torch: bool) -> None:
             f'up to {TORCH_TAKES / 1e6:.0f} MB; allow more: ulimit -v {TORCH_TAKES // 1024}'
         )
     if any(option.partition(':')[0] == 'error' and option.count(':') < 3 for option in sys.warnoptions):
-        raise QatError(
-            'PYTHONWARNINGS=error, python -W error: stops at each warning of a library; unset PYTHONWARNINGS'
-        )
+        raise QatError('PYTHONWARNINGS=error, python -W error: stops at any warning of a library; unset PYTHONWARNINGS')
     if sys.flags.optimize:
         raise QatError(
             "PYTHONOPTIMIZE, python -O: switches assertions off, which upstream's checks of images and labels are; unset PYTHONOPTIMIZE"

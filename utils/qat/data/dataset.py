@@ -89,8 +89,8 @@ def load_data(
     nc: int | None = None,
     flag: str = '--data',
     masks: bool = False,
-    own: Mapping[int, str] | None = None,
-    names_from: str | None = None,
+    own: Any = None,
+    names_from: Any = None,
 ) -> Data:
     """Read and check a data YAML, for a model of `nc` classes called `own` or, with None, of any number and any names.
 
@@ -126,16 +126,8 @@ def load_data(
     train, val = (_image_paths(content, key, base, who, places) for key in ('train', 'val'))
     is_coco = any(Path(p).name == 'val2017.txt' for p in val)  # upstream's own criterion
     annotations = base / 'annotations' / 'instances_val2017.json'
-    return Data(
-        file,
-        train,
-        val,
-        names,
-        annotations if is_coco and annotations.exists() and not single else None,
-        flag,
-        single=single,
-        masks=masks,
-    )
+    known = annotations if is_coco and annotations.exists() and not single else None
+    return Data(file, train, val, names, known, flag, single=single, masks=masks)
 
 
 def is_numbered(names: Mapping[int, str]) -> bool:
@@ -347,9 +339,7 @@ def require_integers(file: str) -> None:
 def warn_of_flat(images: Iterable[np.ndarray], data: Any) -> None:
     """Warn if none of some images has structure: a calibration on them says nothing of the ranges."""
     if all(np.ptp(image) < FLAT for image in images):
-        LOGGER.warning(
-            f'{data.flag} {data.file}: the images for the calibration have no structure (one colour, or 12 bits in 16): look at them'
-        )
+        LOGGER.warning(f'{data.flag} {data.file}: the images for the calibration have no structure; look at them')
 
 
 def unreadable(file: str, reason: object = '') -> QatError:
@@ -508,9 +498,8 @@ def check_labels(dataset: LoadImagesAndLabels, data: Any, masks: bool) -> None:
     Boxes with keypoints, and rotated ones, have the form of outlines, and are refused by name. For masks each object needs an outline: without, upstream would assign its image the masks of another, or none.
     """
     if kind := _of_another_task(dataset.segments):
-        raise QatError(
-            f'{data.flag} {data.file}: its labels are {kind}, as in {dataset.label_files[0]}, which are not read; {CONVERT}'
-        )
+        where = dataset.label_files[0]
+        raise QatError(f'{data.flag} {data.file}: its labels are {kind}, as in {where}, not read; {CONVERT}')
     for label, rows, outlines in zip(dataset.label_files, dataset.labels, dataset.segments):
         for c in rows[:, 0].tolist():
             _check_class(c, label, data)

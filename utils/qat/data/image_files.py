@@ -21,6 +21,7 @@ from utils.qat.core.files import waits
 
 MOST_FOLDERS = 100_000  # below one path
 LARGEST_LIST = 500_000_000  # bytes; ImageNet's is a fifth
+WANTED = 'give a folder, or a text file with the path of an image on each line'
 SYSTEM = '/proc/', '/sys/'  # their files are no files
 
 
@@ -40,28 +41,20 @@ def _in_folder(folder: Path, who: str) -> Iterator[str]:
             continue
         seen.add((status.st_dev, status.st_ino))
         if len(seen) > MOST_FOLDERS:
-            raise QatError(
-                f'{who}: more than {MOST_FOLDERS} folders below {folder}; name the folder of the images, without links to others'
-            )
+            raise QatError(f'{who}: more than {MOST_FOLDERS} folders below {folder}; name the folder of the images')
         folders[:] = [name for name in folders if not name.startswith('.')]
         yield from (os.path.join(place, name) for name in files if not name.startswith('.'))
 
 
 def _in_list(file: Path, who: str) -> Iterator[str]:
     """Yield the files on the lines of a text file; a relative one starts in its folder, or as for upstream in the current one."""
-    if waits(file):
-        raise QatError(
-            f'{who}: {file}: a pipe or a device, and no list of images; give a folder, or a text file of paths'
-        )
-    if file.stat().st_size > LARGEST_LIST:
-        raise QatError(
-            f'{who}: {file}: {file.stat().st_size / 1e6:.0f} MB, and no list of images; give a folder, or a text file of paths'
-        )
+    if waits(file) or file.stat().st_size > LARGEST_LIST:
+        raise QatError(f'{who}: {file}: a pipe, a device or too large, and no list of images; {WANTED}')
     content = file.read_bytes()
     wide = content.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE))
     text = content.decode(*(('utf-16', 'replace') if wide else ('utf-8-sig', 'surrogateescape')))
     if '\0' in text:
-        raise QatError(f'{who}: {file}: no text; give a folder, or a text file with the path of an image on each line')
+        raise QatError(f'{who}: {file}: no text; {WANTED}')
     for number, line in enumerate(text.splitlines(), 1):
         name = line.strip()
         if not name or name.startswith('#'):
@@ -70,9 +63,8 @@ def _in_list(file: Path, who: str) -> Iterator[str]:
         meant = [os.path.join(base, each.removeprefix('./')) for each in names for base in (file.parent, Path.cwd())]
         found = next(filter(os.path.exists, meant), None)
         if not found:
-            raise QatError(
-                f'{who}: {file}, line {number}: {name[:200]} does not exist; relative lines start at {file.parent.absolute()}'
-            )
+            start = file.parent.absolute()
+            raise QatError(f'{who}: {file}, line {number}: {name} does not exist; relative lines start at {start}')
         yield found
 
 

@@ -25,14 +25,7 @@ from utils.qat.evaluation.chance import EXPLAINED, difference, in_words, plus_mi
 from utils.qat.evaluation.classes import ClassMetrics, distance
 from utils.qat.evaluation.detection_scores import require_annotations
 from utils.qat.evaluation.evaluate import evaluate
-from utils.qat.evaluation.score_tables import (
-    FINDS_NOTHING,
-    class_table,
-    finds_nothing,
-    merit_title,
-    models_table,
-    plot_classes,
-)
+from utils.qat.evaluation.score_tables import class_table, finds_nothing, merit_title, models_table, plot_classes
 from utils.qat.targets.target import target_of_recipe
 
 FAIR_CONF = 0.01  # AP hardly changes without the detections up to this score
@@ -85,8 +78,8 @@ def tables(score: Score) -> list[str]:
     if score.baseline:
         models, against = score.beside_baseline(), score.against_baseline()
         compared.append(models_table([*models], [*models.values()], [plus_minus(against)]))
-        said = f'{in_words(against, merit_title(plain))} ({EXPLAINED})'
-        compared.append(f'The baseline {FINDS_NOTHING}.' if finds_nothing(score.baseline.plain()) else said)
+        nothing = finds_nothing(score.baseline.plain())
+        compared.append(nothing or f'{in_words(against, merit_title(plain))} ({EXPLAINED})')
     if 'coco' in plain:
         parts = {'boxes': plain['coco'], **({'masks': plain['mask']['coco']} if 'mask' in plain else {})}
         titles = 'pycocotools', *(key.upper() for key in parts['boxes'])
@@ -182,9 +175,7 @@ def score_files(configs: Sequence[EvalConfig], load_model: Callable[[Path, torch
                 finish(report=folder / 'report.md')
 
 
-def _at_one_size(
-    configs: Sequence[EvalConfig], load_model: Callable[[Path, torch.device, str | None], Any]
-) -> Sequence[EvalConfig]:
+def _at_one_size(configs: Sequence[EvalConfig], load_model: Callable[..., Any]) -> Sequence[EvalConfig]:
     """Without --imgsz, let all files have the size for which some were exported or quantized: another one changes AP more than INT8 does."""
     if configs[0].imgsz:
         return configs
@@ -196,9 +187,7 @@ def _at_one_size(
     sizes = sorted(size for size in made_for if size)
     texts = [f'{height} x {width} ({made_for[height, width]})' for height, width in sizes]
     if len(sizes) > 1:
-        LOGGER.warning(
-            f'scored at different image sizes, which changes AP: {", ".join(texts)}; give --imgsz, or export for one size'
-        )
+        LOGGER.warning(f'scored at different image sizes, which changes AP: {", ".join(texts)}; --imgsz gives one')
     elif sizes and None in made_for:
         LOGGER.info(f'all are scored at {texts[0]}; --imgsz takes another size')
     return [replace(config, imgsz=sizes[0]) for config in configs] if len(sizes) == 1 else configs
@@ -259,8 +248,8 @@ def score_file(
 
         predictions = folder / 'predictions.json' if config.save_json else None
         metrics = scored(predict, 'evaluating', annotations=data.annotations, predictions_file=predictions)
-        if finds_nothing(metrics.plain()):
-            LOGGER.warning(f'{config.weights}: {FINDS_NOTHING}')
+        if nothing := finds_nothing(metrics.plain()):
+            LOGGER.warning(f'{config.weights}: {nothing}')
         before = scored(baseline, 'evaluating the baseline') if baseline else None
         score = Score(config, folder, device, seen, metrics, before)
         if exported:
@@ -271,8 +260,7 @@ def score_file(
             include = TARGETS[target_of_recipe(predict.recipe).name].include
             following = export_command(config.weights, config.imgsz, include)
         else:
-            size, whose = typed_sides(config.imgsz), config.names_from
-            names = ['--names-from', whose] if whose else []
+            size, names = typed_sides(config.imgsz), ['--names-from', config.names_from] * bool(config.names_from)
             following = command(
                 'qat.py', 'quantize', '--weights', config.weights, '--data', config.data, *names, '--imgsz', *size
             )

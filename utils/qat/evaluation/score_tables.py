@@ -29,9 +29,9 @@ def is_scored(metrics: dict[str, Any] | None) -> bool:
     return metrics is not None and score_keys(metrics)[0] in metrics
 
 
-def finds_nothing(metrics: dict[str, Any] | None) -> bool:
-    """Tell whether plain metrics are of a model to which these images mean nothing, so that no difference from it does."""
-    return metrics is not None and is_scored(metrics) and merit(metrics) < NOTHING
+def finds_nothing(metrics: dict[str, Any] | None) -> str:
+    """Return the advice for plain metrics of a model to which these images mean nothing, so that no difference from it does; else ''."""
+    return FINDS_NOTHING * bool(metrics and is_scored(metrics) and merit(metrics) < NOTHING)
 
 
 def merit_title(*metrics: dict[str, Any] | None) -> str:

@@ -17,6 +17,8 @@ READS = {  # operator → its least number of inputs
     **dict.fromkeys((*QDQ, *WEIGHTED), 2),
 }
 
+INVALID = DecodeError, onnx.checker.ValidationError, OSError, RuntimeError, ValueError, TypeError, ArithmeticError
+
 
 def load(path: str | Path) -> onnx.ModelProto:
     """Read an ONNX file that ONNX accepts and that computes something."""
@@ -93,16 +95,7 @@ def _reading(path: str | Path) -> Iterator[None]:
     try:
         yield
     # ValueError and TypeError: the weights are in another file, which is incomplete; RuntimeError: its name is too long
-    except (
-        DecodeError,
-        onnx.checker.ValidationError,
-        OSError,
-        RuntimeError,
-        ValueError,
-        TypeError,
-        OverflowError,
-        MemoryError,
-    ) as e:
+    except (*INVALID, MemoryError) as e:
         raise QatError(
             f'{path}: no valid ONNX file ({(str(e).strip().splitlines() or [type(e).__name__])[0][:300]}); write it with export_qat.py'
         ) from e

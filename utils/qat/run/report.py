@@ -17,7 +17,6 @@ from utils.qat.core.run_folder import DELIVERED
 from utils.qat.core.text import code, escaped, image, link, markdown_table
 from utils.qat.evaluation.chance import EXPLAINED, boxes_and_masks, in_points, in_words, points_lost, within_chance
 from utils.qat.evaluation.score_tables import (
-    FINDS_NOTHING,
     difference_cells,
     finds_nothing,
     is_scored,
@@ -182,8 +181,8 @@ def headline(report: dict[str, Any]) -> str:
     file = f'{DELIVERED} is the model to export'
     if not is_scored(metrics):
         return f'The INT8 model was not scored; {file}.'
-    if finds_nothing(report.get('origin')):
-        return f'The float model {FINDS_NOTHING}; what INT8 costs is not known.'
+    if nothing := finds_nothing(report.get('origin')):
+        return f'The float model {nothing}; what INT8 costs is not known.'
     title = merit_title(metrics)
     ap = f'{title} {score_cells(metrics)[0]}' + (f' (masks {metrics["mask"]["ap"]:.4f})' if 'mask' in metrics else '')
     if 'against_float' not in metrics:
@@ -263,8 +262,7 @@ def _pictures(folder: Path, report: dict[str, Any]) -> list[str]:
 def write_report(folder: Path, report: dict[str, Any], finished: bool = True) -> None:
     """Write report.json and report.md, and for a finished run its pictures; that of an unfinished one says so, and how to go on."""
     write_json(folder / 'report.json', {**report, 'finished': finished})
-    resume = repeated('qat.py', 'quantize', '--resume', folder)
-    following = export_of_run(folder, report) if finished else resume
+    following = export_of_run(folder, report) if finished else repeated('qat.py', 'quantize', '--resume', folder)
     settings = report['settings']
     scored = any(map(is_scored, (report['origin'], report['ptq'], *report['epochs'])))
     seen = f'; scored {task_in(report["origin"], report["ptq"]).seen_as(settings["imgsz"], False)}' if scored else ''

@@ -48,9 +48,7 @@ def fitting(names: dict[int, str], nc: int | None, source: str) -> dict[int, str
     """Return the names of `nc` classes (None: of any number); other numbers of names tell nothing of any class, so they become numbers."""
     if nc in (None, len(names)):
         return names
-    LOGGER.warning(
-        f'{source}: {len(names)} names for {nc} classes, so they are left out, and its classes have numbers or the names of the data'
-    )
+    LOGGER.warning(f'{source}: {len(names)} names for {nc} classes, so they are left out; its classes have numbers')
     return {i: str(i) for i in range(nc or 0)}
 
 

@@ -40,7 +40,9 @@ def main(argv: Sequence[str] | None = None) -> None:
 
     with quiet_upstream():
         export = open_export(config.export(), [FORMAT], '--size')
-        written = FORMAT.write(export, config.weights.with_name(f'{config.weights.name}.onnx'))
+        path = config.weights.with_name(f'{config.weights.name}.onnx')
+        export.require_ours(FORMAT, path)
+        written = FORMAT.write(export, path)
     LOGGER.info('\n'.join(written.lines))
     finish(*FORMAT.next_commands(export, written, ''), **written.files)
 

@@ -86,7 +86,7 @@ def dry_run(config: QuantizeConfig) -> None:
     LOGGER.debug(scales)
     LOGGER.log(RESULT, 'nothing was written')
     try:
-        loaded.task.load_data(config.data, loaded)
+        loaded.task.load_data(config.data, loaded, names_from=config.names_from)
     except QatError as e:
         if config.data.name != QuantizeConfig.data.name:
             LOGGER.warning(f'{e}; the run will need {loaded.task.takes}')

@@ -17,7 +17,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))  # the patched tree; PY
 from utils.qat.config.tables import CHECKPOINTS
 from utils.qat.core.command import Parser, command, converted, run_command
 from utils.qat.core.errors import QatError
-from utils.qat.core.files import TREE, in_tree, require_source, require_yaml
+from utils.qat.core.files import MADE_BY, TREE, in_tree, require_ours, require_source, require_yaml
 from utils.qat.core.log import LOGGER, finish, quiet_upstream
 
 if TYPE_CHECKING:
@@ -43,6 +43,7 @@ def parse_args(argv: Sequence[str] | None) -> Namespace:
         raise QatError(f'--save {args.save}: expected a file ending in .pt')
     if args.save.resolve() == args.weights.resolve():
         raise QatError('--save names the file of --weights; choose another')
+    require_ours([args.save], 'rename it, or choose another --save')
     return args
 
 
@@ -99,7 +100,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     remaining = sum(p.numel() for p in single.parameters())
     args.save.parent.mkdir(parents=True, exist_ok=True)
     content = {'model': single.half(), 'ema': None, 'updates': None, 'optimizer': None, 'epoch': -1}
-    write_torch(args.save, {**{k: ckpt[k] for k in ('date', 'git') if k in ckpt}, **content})
+    write_torch(args.save, {'description': MADE_BY, **{k: ckpt[k] for k in ('date', 'git') if k in ckpt}, **content})
     LOGGER.info(
         f'{args.weights} ({type(model.model[-1]).__name__}) -> {args.save} ({type(head_of(single)).__name__})\n'
         f'layers      {len(model.model)} -> {len(single.model)} ({len(model.model) - len(single.model)} dropped)\n'

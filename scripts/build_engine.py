@@ -22,7 +22,7 @@ from utils.qat.config.settings import add_options
 from utils.qat.config.tasks import task_named
 from utils.qat.core.command import Parser, command, run_command
 from utils.qat.core.errors import QatError
-from utils.qat.core.files import require_source
+from utils.qat.core.files import require_ours, require_source
 from utils.qat.core.log import LOGGER, alive, bar, finish
 
 if TYPE_CHECKING:
@@ -161,6 +161,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Build the engine and, with --generate-graph, measure its layers."""
     config, graph = parse_args(argv)
     require_source(config.onnx, 'MODEL', ('.onnx',))
+    require_ours([config.engine], 'rename it, or give another --engine')
 
     from utils.qat.vendors.tensorrt.engine.api import find_trtexec
 

@@ -98,7 +98,7 @@ KINDS = {
         'network.yaml', ['reparameterization.py --weights @dual.pt --save out/saved.pt --cfg network.yaml']
     ),
     'hyp': Kind('hyp.yaml', [HYP]),
-    'label': Kind('set/labels/val/00000.txt', of_data('set/data.yaml')),
+    'label': Kind('set/labels/val/00000.txt', of_data('set/data.yaml')[:-1]),  # the last needs none
     'image': Kind('pictures/images/val/x*', of_data('pictures/data.yaml')),
     'copy': Kind('copies/images/val/00000.npy', of_data('copies/data.yaml')),
     'coco': Kind('coco/annotations/instances_val2017.json', of_data('coco/coco.yaml')[:2]),

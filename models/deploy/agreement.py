@@ -13,9 +13,10 @@ import torch.nn.functional as F
 
 from models.quantize.blocks import is_quantized
 from models.quantize.network import head_of
-from utils.qat.backends.pytorch import split_outputs, task_of
+from utils.qat.backends.pytorch import split_outputs, stride_of, task_of
 from utils.qat.config.tables import DEFAULT_TARGET
 from utils.qat.core.errors import QatError
+from utils.qat.core.files import MADE_BY
 
 # How far ONNX Runtime may be from PyTorch, as |difference| / |PyTorch| (2-norms): over all boxes, over all scores as
 # logits (most scores are near 0, where their own ratio says nothing), and over coefficients and prototypes, the source
@@ -159,7 +160,8 @@ def metadata_of(model: nn.Module, kept_float: Sequence[str] = (), target: str = 
     """
     masks = getattr(head_of(model), 'nm', None)
     return {
-        'stride': int(max(model.stride)),
+        'description': MADE_BY,  # Ultralytics' package shows it
+        'stride': stride_of(model),
         'names': model.names,
         'task': task_of(model).name,
         **({} if masks is None else {'nm': masks}),

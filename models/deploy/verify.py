@@ -24,7 +24,7 @@ class Verification:
     def __init__(self, export: Export, data: Path) -> None:
         """Open the data and images. Raises QatError if they do not fit the model."""
         config, predict = export.config, export.predict
-        self.export, self.data = export, predict.task.load_data(data, predict, '--verify')
+        self.export, self.data = export, predict.task.load_data(data, predict, '--verify', config.names_from)
         settings = LoaderConfig(batch_size=config.batch_size, imgsz=config.imgsz)
         self.loader = Loaders(self.data, settings, predict.stride).scored(square=True, limit=config.verify_images)
 

@@ -21,19 +21,20 @@ from models.quantize.network import fold_batch_norms, head_of
 from models.quantize.pickled_modules import OURS, TORCHVISION, TWINS, build
 from models.quantize.reparameterize import main_branch
 from models.quantize.scales import shared_scales
-from utils.qat.backends.pytorch import task_of
+from utils.qat.backends.pytorch import stride_of, task_of
 from utils.qat.config.tables import CHECKPOINTS
 from utils.qat.core.command import command
 from utils.qat.core.errors import QatError, one_line
 from utils.qat.core.files import require_file, sha256, write_torch
 from utils.qat.core.log import LOGGER
 from utils.qat.core.machine import versions
-from utils.qat.untrusted.names import require_names
+from utils.qat.untrusted.names import require_colours, require_names
 from utils.qat.untrusted.torch_archive import Refused, read_archive
 from utils.qat.untrusted.torchvision_weights import network_of, network_with, old_state
 
 NEEDED = 'give a checkpoint of upstream train.py or train_dual.py'
 ORIGINS = 'ultralytics', 'mit'  # files in origins/, loaded because few checkpoints are of another training
+AGAIN_AS = "torch.save({{'model': {}}}, 'NEW.pt')"
 FORMAT = 2  # since 2 every scale is an FP16 number
 LARGEST_STRIDE = 1024  # pixels; YOLOv9 has 64 at most
 
@@ -43,7 +44,8 @@ class CheckpointFile:
 
     Attributes:
         kind: 'quantized' (by this toolkit), 'foreign' (of another yolov9-qat tool), 'float' (a YOLOv9 model of any of
-            ORIGINS, or weights of a network of torchvision), 'state_dict' (tensors without a network) or 'other'.
+            ORIGINS, or weights of a network of torchvision), 'state_dict' (tensors without a network), 'parallel' or 'masked'
+            (advice follows) or 'other'.
 
     Raises:
         QatError: the file is no torch.save archive (the zip format of PyTorch 1.6 and later). By `load_*`: it has another
@@ -117,6 +119,8 @@ class CheckpointFile:
                     'float': f'is not quantized; quantize it first: {command("qat.py", "quantize", "--weights", self.path)}',
                     'state_dict': 'has weights without their network (a state_dict); if they are of a network of torchvision, rename the '
                     f'file to its name and .pth, such as resnet50-mine.pth, else {NEEDED}',
+                    'parallel': f'was saved inside DataParallel; take the model out: {AGAIN_AS.format("model.module")}',
+                    'masked': 'has pruning masks; make them permanent, torch.nn.utils.prune.remove(layer, "weight") for each pruned layer, and save it again',
                     'other': f'holds no YOLOv9 model; {NEEDED}',
                 }[self.kind]
             )
@@ -126,9 +130,13 @@ class CheckpointFile:
         ckpt: Any = self._built() if self.state is None else self.state
         if self.of_torchvision:
             ckpt = {'model': network_with(ckpt, self.path)}
+        if isinstance(ckpt, nn.Module):  # torch.save(model)
+            ckpt = {'model': ckpt}
         model: Any = (ckpt.get('ema') or ckpt.get('model')) if isinstance(ckpt, dict) else None
         if not isinstance(getattr(model, 'model', None), torch.nn.Sequential) and not _of_torchvision(model):
             raise QatError(f'--weights {self.path}: holds no model (neither "ema" nor "model")')
+        channels = next((m.in_channels for m in model.modules() if isinstance(m, nn.Conv2d)), 3)
+        require_colours(channels, f'--weights {self.path}')
         self._require_running(model.float().eval())
         require_names(model, f'--weights {self.path}')
         return ckpt, model.to(device)
@@ -154,8 +162,8 @@ class CheckpointFile:
         """Run the model once: only a run shows whether its layers, built without their constructors, are complete and fit this tree."""
         try:
             task_of(model).prepare(model)
-            stride = int(max(model.stride))
-            if not 0 < stride <= LARGEST_STRIDE:
+            stride = stride_of(model)
+            if not 0 < max(model.stride) <= LARGEST_STRIDE:
                 raise ValueError(f'stride {stride}')
             model(torch.zeros(1, 3, 2 * stride, 2 * stride))
         except Exception as e:  # a layer with other attributes raises errors of any kind
@@ -172,6 +180,10 @@ def _of_torchvision(model: Any) -> bool:
 
 def _kind(names: Iterable[str]) -> str:
     """Tell the kind of a checkpoint by the names in its pickle, see CheckpointFile."""
+    if any(n.startswith('torch.nn.parallel.') for n in names):
+        return 'parallel'
+    if any(n.startswith('torch.nn.utils.prune.') for n in names):
+        return 'masked'
     if any(n.startswith(TWINS) for n in names):
         return 'quantized'
     if any(n.startswith(('pytorch_quantization.', 'models.quantize')) and not n.startswith(OURS) for n in names):
@@ -187,6 +199,10 @@ def fuse(model: nn.Module) -> nn.Module:
     """Fold batch norms into convolutions and each RepConvN into one 3x3 convolution, in place, and return the model."""
     for m in model.modules():
         if isinstance(m, RepConvN) and hasattr(m, 'conv1'):  # older upstream trees do not fuse these by themselves
+            for branch in (m.conv1, m.conv2):
+                if not hasattr(branch, 'bn'):  # fused by such a tree before it was saved; `fuse_convs` needs one
+                    branch.bn = nn.BatchNorm2d(branch.conv.out_channels, eps=0)
+                    branch.bn.bias = branch.conv.bias
             m.fuse_convs()
             m.forward = m.forward_fuse
     return model.fuse() if hasattr(model, 'fuse') else fold_batch_norms(model)

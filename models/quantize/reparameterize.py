@@ -23,6 +23,7 @@ from torch.overrides import TorchFunctionMode
 
 from models import yolo
 from utils.qat.core.errors import QatError, one_line
+from utils.qat.core.log import LOGGER
 from utils.qat.untrusted.model_yaml import require_network
 
 LAYERS = 8000  # modules at all depths, at most; upstream's largest model has 1800
@@ -182,7 +183,7 @@ def reparameterize(model: nn.Module) -> nn.Module:
     """Make a single-branch model that computes the main outputs of `model`, which is on the CPU and becomes FP32.
 
     The new model is in FP32, in eval mode. Raises QatError if the head has no auxiliary branch, or no single twin in this upstream tree; if the YAML in the checkpoint does
-    not fit; or if a parameter is missing or left over.
+    not fit. Layers are taken as they are, pruned or fused too: `main_branch` compares their outputs.
     """
     old_head = model.model[-1]
     if type(old_head).__name__ not in HEADS:
@@ -205,11 +206,15 @@ def reparameterize(model: nn.Module) -> nn.Module:
     new_head = described[-1]
     parts = {new: getattr(old_head, old) for old, new in renames.items()}
     layers, parts = deepcopy(([model.float().model[i] for i in kept], parts))  # at once: they share activations
-    if [type(layer) for layer in layers] != [type(layer) for layer in described[:-1]]:
-        raise QatError(f'{source}: {OTHER}')
+    for layer, theirs in zip(layers, described):
+        if type(layer) is not type(theirs):
+            raise QatError(f'{source}: layer {layer.i}, {type(theirs).__name__} or {type(layer).__name__}, {OTHER}')
     for ours, theirs in zip(layers, described):
         ours.i, ours.f = theirs.i, theirs.f
     wanted = tensor_shapes(described)
+    for name in ('nc', 'reg_max', 'no', 'nm', 'npr'):
+        if hasattr(old_head, name):
+            setattr(new_head, name, getattr(old_head, name))
     for name, part in parts.items():
         setattr(new_head, name, part)
     new_head.stride, new_head.inplace = old_head.stride.clone(), old_head.inplace
@@ -217,9 +222,16 @@ def reparameterize(model: nn.Module) -> nn.Module:
     shapes = tensor_shapes(found)
     wrong = sorted(set(wanted) ^ set(shapes)) or [k for k in wanted if wanted[k] != shapes[k]]
     if wrong:
-        raise QatError(
-            f'reparameterization: {len(wrong)} parameters do not match, the first is {wrong[0]}; '
-            'please report this model'
+        fused = '.conv.weight', '.conv.bias'
+        surplus = sorted(k for k in set(shapes) - set(wanted) if not k.endswith(fused))
+        if surplus:
+            raise QatError(
+                f'{len(surplus)} tensors are no part of {source}, the first is {surplus[0]}: the model was changed after it was built; take that '
+                'back (pruning masks: torch.nn.utils.prune.remove), and save it again'
+            )
+        LOGGER.info(
+            f'{len(wrong)} tensors are not as {source} has them, the first is {wrong[0]}: pruned, or fused before it was saved. They are '
+            'taken as they are in the file'
         )
     single = deepcopy(model, {id(model.model): found})  # all else is the model's
     single.yaml, single.save = content, read

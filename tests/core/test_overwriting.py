@@ -1,7 +1,7 @@
 """The law of what a command may write over: nothing of the user's.
 
 What the user named, and what has the name of the input (MODEL.onnx of MODEL.pt), may be written again. A file under a name that the command
-chose is not replaced, unless it says that this toolkit made it of the same model. A dry run writes nothing at all.
+chose, or of an export, is not replaced, unless it says that this toolkit made it. A dry run writes nothing at all.
 """
 
 import json
@@ -10,6 +10,7 @@ import shutil
 import subprocess
 import sys
 from functools import partial
+from importlib.util import find_spec
 
 import classifiers
 import cv2
@@ -19,7 +20,15 @@ import torch
 from conftest import REPO
 from zoo import program
 
+from models.deploy.formats.deepstream import FORMAT as DEEPSTREAM
+from models.deploy.formats.format import Export
+from models.deploy.load import load_format
+from utils.qat.backends.pytorch import TorchModel
+from utils.qat.config.export import ExportConfig
+from utils.qat.config.tables import FORMATS
 from utils.qat.core.command import run_command
+from utils.qat.core.errors import QatError
+from utils.qat.core.files import MADE_BY
 
 RUN = '--project . --name run --exist-ok'
 OF_SINGLE, OF_QUANTIZED = (f'--weights {{{name}}} --data {{data}} {RUN}' for name in ('single', 'quantized'))
@@ -172,6 +181,52 @@ def test_what_a_command_made_of_the_same_model_is_written_again(here, small, ans
     before = content(here)
     code, said = answer('export_yoloV9.py -w b.pt -s 64')
     assert code == 2 and 'config_infer_primary_yoloV9.txt: is there already' in said and content(here) == before
+
+
+@pytest.mark.parametrize('name', [*FORMATS, 'deepstream'])
+def test_no_export_replaces_a_file_that_it_did_not_make(here, small, name):
+    made = DEEPSTREAM if name == 'deepstream' else load_format(name)
+    export = Export(ExportConfig(here / 'a.pt', tuple(FORMATS), imgsz=64), TorchModel(small.float_model()), [made])
+    path = here / f'a{FORMATS[name].suffix if name in FORMATS else ".pt.onnx"}'
+    for file in made.paths(export, path):
+        put_in_the_way(here, file)
+        with pytest.raises(QatError, match=re.escape(f'{file}: is there already')):
+            export.require_ours(made, path)
+        file.write_text(f'0 {MADE_BY} 1')
+        export.require_ours(made, path)
+        file.write_text('mine')
+        sidecar = put_in_the_way(here, f'{file}.json')
+        sidecar.write_text(MADE_BY)
+        export.require_ours(made, path)
+        sidecar.unlink()
+        file.unlink()
+
+
+def test_an_export_knows_its_own_files(here, small, answer):
+    shutil.copy(small.single, 'a.pt')
+    here_too = {'openvino': 'openvino', 'openvino_end2end': 'openvino', 'litert': 'litert_torch'}
+    formats = [f for f in FORMATS if f not in ('aoti', 'torch_tensorrt') and find_spec(here_too.get(f, 'onnx'))]
+    export = f'export_qat.py --weights a.pt --imgsz 64 --include {" ".join(formats)}'
+    assert answer(export)[0] == 0
+    written = {file for file in here.rglob('a*') if file.is_file() and file.name not in ('a.pt', 'a.png', 'a.json')}
+    assert len(written) >= 4 and not [file for file in written if MADE_BY.encode() not in file.read_bytes()]
+    assert answer(export)[0] == 0
+    for file in (here / 'a.pt2', here / 'a-end2end.pbtxt'):
+        put_in_the_way(here, file)
+        before = content(here)
+        code, said = answer(export)
+        assert (
+            code == 2 and f'{file.name}: is there already' in said and '--overwrite' in said and content(here) == before
+        )
+        assert answer(f'{export} --overwrite')[0] == 0 and MADE_BY.encode() in file.read_bytes()
+
+
+def test_a_converted_checkpoint_replaces_only_another(here, small, answer):
+    mine, convert = put_in_the_way(here, 'b.pt'), 'reparameterization.py --weights {dual} --save b.pt'
+    code, said = answer(convert)
+    assert code == 2 and 'b.pt: is there already' in said and mine.read_text() == 'mine'
+    mine.unlink()
+    assert answer(convert)[0] == answer(convert)[0] == 0
 
 
 def test_two_inputs_are_not_written_to_one_file(here, small, answer):

@@ -181,7 +181,7 @@ def qat(verb, options, files, folder):
 
 
 def rounded(found):
-    return f'{100 * found["difference"]:+.2f} ± {100 * found["chance"]:.2f}'
+    return f'{100 * found["difference"]:+.2f} ± {100 * found["chance"]:.2f}'.replace('-0.00', '+0.00')
 
 
 @pytest.fixture(scope='module')

@@ -31,7 +31,6 @@ from utils.qat.graph.passes import unsigned_activations
 from utils.qat.run.sensitivity_summary import FILE
 from utils.qat.vendors.graphs import graph_of
 from utils.qat.vendors.openvino.session import MeasuredOpenVINO, OpenVINO
-from utils.qat.vendors.vendor import Target
 
 TENSORRT, OPENVINO, ORT = map(load_target, ('tensorrt', 'openvino', 'onnxruntime'))
 CPU = torch.device('cpu')
@@ -212,11 +211,6 @@ def test_a_file_names_its_target(name, tmp_path):
 def test_help_describes_each_target_that_places_otherwise():
     said, default = option_of(QuantizeConfig, 'target').help, load_target(DEFAULT_TARGET)
     assert [name for name in TARGETS if not load_target(name).places_as(default) and f'. {name}: ' not in said] == []
-
-
-def test_a_next_command_writes_a_kind_of_file_that_can_be_written_here():
-    assert Target('', '', include='litert', package='json').exports == 'litert'
-    assert Target('', '', include='litert', package='no_such_package').exports == 'onnx'
 
 
 @pytest.mark.parametrize('name', ['../other', 'target', '', 7, ['tensorrt'], None])

@@ -224,7 +224,7 @@ def test_of_an_onnx_file(material, refuses):
 
 
 @pytest.mark.parametrize(
-    'text, stride', [('16', 16), ('32.0', 32), ('0', None), ('2048', None), ('nan', None), ('', None)]
+    'text, stride', [('16', 32), ('64', 64), ('32.0', 32), ('0', None), ('2048', None), ('nan', None), ('', None)]
 )
 def test_the_stride_in_the_metadata_of_an_export(text, stride):
     with contextlib.nullcontext() if stride else pytest.raises(QatError, match='its metadata, stride .*cannot be read'):

@@ -18,6 +18,7 @@ from utils.qat.backends.pytorch import TorchModel
 from utils.qat.config.export import ExportConfig, Nms, Pooling
 from utils.qat.config.settings import require_multiples
 from utils.qat.config.tables import BACKENDS, FORMATS, target_of_recipe
+from utils.qat.core.files import require_ours
 from utils.qat.core.machine import select_device
 from utils.qat.untrusted.torchvision_weights import fetched
 from utils.qat.vendors.next_step import after_scoring
@@ -92,8 +93,16 @@ class Export:
         wanted = self.pads and self.int8 and self.predict.task.boxes and not self.config.no_pad
         return self.target.multiple if wanted else 1
 
+    def require_ours(self, made: Format, path: Path) -> None:
+        """Raise QatError if a file of a format is there, and no export made it."""
+        if not self.config.overwrite:
+            require_ours(made.paths(self, path), f'rename it or {self.config.weights}, or give --overwrite')
+
     def write(self) -> list[Written]:
         """Write the files of --include. Formats that are only sources of others go to a scratch folder."""
+        for each in self.formats:
+            if each.name in self.config.files:  # others go to the scratch folder
+                self.require_ours(each, self.config.files[each.name])
         formats = self.formats
         if self.widths > 1 and (for_openvino := [each for each in formats if each.runs_in == 'openvino']):
             unpadded = replace(self, formats=for_openvino, written={}, pads=False)
@@ -123,6 +132,10 @@ class Format(ABC):
 
     def require(self, export: Export) -> None:
         """Raise QatError if the checkpoint, the options, the device or the installed libraries do not allow this format."""
+
+    def paths(self, export: Export, path: Path) -> list[Path]:
+        """List all files that `write` writes."""
+        return [path]
 
     @abstractmethod
     def write(self, export: Export, path: Path) -> Written:

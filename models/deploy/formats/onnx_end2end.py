@@ -25,7 +25,7 @@ from utils.qat.backends.detections import Detections
 from utils.qat.config.export import PLUGIN, Nms, Pooling
 from utils.qat.config.tables import NMS
 from utils.qat.core.errors import QatError
-from utils.qat.core.files import atomic, write_text
+from utils.qat.core.files import MADE_BY, atomic, write_text
 from utils.qat.data.image_folders import MEAN, STD, normalized
 from utils.qat.data.masks import BoxMasks
 from utils.qat.graph import passes
@@ -237,6 +237,10 @@ class OnnxEnd2end(Format):
             )
 
     @override
+    def paths(self, export: Export, path: Path) -> list[Path]:
+        return [path, path.with_suffix('.pbtxt')]
+
+    @override
     def write(self, export: Export, path: Path) -> Written:
         config, source, serving = export.config, export.written['onnx'].path, path.with_suffix('.pbtxt')
         if export.predict.task.boxes:
@@ -248,7 +252,7 @@ class OnnxEnd2end(Format):
         else:
             export_class_ends(source, path)
             plugin, inside = False, ' of images in 0..1, which the file normalizes'
-        write_text(serving, triton_config(onnx.load(path), path.stem, config.batch_size))
+        write_text(serving, f'# {MADE_BY}\n{triton_config(onnx.load(path), path.stem, config.batch_size)}')
         return Written(
             {self.name: path, 'triton': serving},
             [

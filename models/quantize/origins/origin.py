@@ -19,6 +19,8 @@ import models
 from models import yolo
 from models.quantize.reparameterize import Weightless, network_layers, tensor_shapes
 from utils.qat.core.errors import QatError
+from utils.qat.untrusted.model_yaml import require_network
+from utils.qat.untrusted.names import require_colours
 from utils.qat.untrusted.torch_archive import Archive
 from utils.qat.untrusted.yaml_file import read_yaml
 
@@ -60,6 +62,7 @@ class Origin(ABC):
         Raises Refused as `weights` does, or QatError if the tree has no network of these weights.
         """
         weights = self.weights(archive)
+        require_colours(next((w.shape[1] for w in weights.tensors.values() if w.dim() == 4), 3), source)
         model = yolo.DetectionModel(self._network(weights, source))
         self.fit_head(model.model[-1], _tensors_of(model.model[-1], weights.tensors))
         yolo.initialize_weights(model)  # settings of the batch norms
@@ -75,6 +78,7 @@ class Origin(ABC):
         files = sorted(Path(next(iter(models.__path__)), 'detect').glob(NETWORKS))
         for file in files:
             content = read_yaml(file, 'upstream')
+            require_network(content, f'upstream {file}')
             *body, (inputs, *_) = content['head']
             last = f'model.{len(content["backbone"]) + len(body)}.cv3.0.2.weight'
             if last not in shapes:

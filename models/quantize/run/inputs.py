@@ -18,9 +18,9 @@ from utils.qat.config.qat import CalibrationConfig, QuantizeConfig
 from utils.qat.config.tasks import Task
 from utils.qat.core.distributed import join, rank, world_size
 from utils.qat.core.errors import QatError
-from utils.qat.core.log import quiet_upstream
+from utils.qat.core.log import LOGGER, quiet_upstream
 from utils.qat.core.machine import select_device
-from utils.qat.data.dataset import MILD, VARIED, load_hyp
+from utils.qat.data.dataset import MILD, VARIED, is_numbered, load_hyp
 from utils.qat.data.loaders import Images, Loaders, TrainingImages
 from utils.qat.evaluation.detection_scores import require_annotations
 
@@ -67,11 +67,15 @@ def open_inputs(config: CalibrationConfig) -> Inputs:
         file = CheckpointFile(config.weights)
         model = TorchModel(file.load_float(device))
     config = with_activation(model.model, config.for_model(model))
-    data = model.task.load_data(config.data, model)
-    if model.names == {i: str(i) for i in model.names}:  # the file has no names of classes
+    data = model.task.load_data(config.data, model, names_from=config.names_from)
+    if config.names_from == 'data' or is_numbered(model.names):
         model.model.names = data.names
     if isinstance(config, QuantizeConfig):
         data = replace(data, val_split=config.val_split)
+        needed = config.epochs or config.max_drop is not None or config.exchanges
+        if not needed and (config.eval_origin or config.eval_ptq) and not data.labelled:
+            LOGGER.warning(f'{data.flag} {data.file}: no image has a label, so nothing is scored')
+            config = replace(config, eval_origin=False, eval_ptq=False)
     images = Loaders(data, config, model.stride, device, (rank(), world_size()))
     return Inputs(config, device, model.model, file.sha256, model.task, images)
 

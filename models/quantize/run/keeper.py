@@ -141,9 +141,9 @@ class Keeper:
         """Write the state, from which a resumed run continues."""
         on_first(write_torch)(self.folder / STATE, {'format': FORMAT, **vars(self.state)})
 
-    def report(self, pictures: bool = False) -> None:
-        """Write the report; `pictures`: draw the pictures too, which takes a while."""
-        on_first(write_report)(self.folder, self.state.report(), pictures)
+    def report(self, finished: bool = False) -> None:
+        """Write the report; `finished`: draw the pictures too, which takes a while."""
+        on_first(write_report)(self.folder, self.state.report(), finished)
 
     def copy(self, file: str, copy: str) -> None:
         """Copy a file in the folder."""
@@ -153,7 +153,7 @@ class Keeper:
 
     def finish(self) -> None:
         """Write the last report, and delete the state."""
-        self.report(pictures=True)
+        self.report(finished=True)
         self._forget()
 
     def _forget(self) -> None:

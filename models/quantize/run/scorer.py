@@ -17,7 +17,7 @@ from utils.qat.data.loaders import channels_last
 from utils.qat.evaluation.chance import boxes_and_masks, difference, in_words, points_lost
 from utils.qat.evaluation.classes import agreement, divergence
 from utils.qat.evaluation.evaluate import evaluate
-from utils.qat.evaluation.score_tables import merit_title, score_cells, score_titles
+from utils.qat.evaluation.score_tables import finds_nothing, merit_title, score_cells, score_titles
 from utils.qat.run.state import FLOAT, State
 
 COMPARED = 64  # images of a process, at least; batches are whole. Chance moves SQNR far less than AP
@@ -77,7 +77,10 @@ class StageScorer:
 
     def of_float(self) -> dict[str, Any]:
         """Score the float model."""
-        return self._score(TorchModel(self.inputs.model), FLOAT)
+        metrics = self._score(TorchModel(self.inputs.model), FLOAT)
+        if nothing := finds_nothing(metrics):
+            LOGGER.warning(f'the float model {nothing}')
+        return metrics
 
     def of_quantized(self, model: nn.Module, name: str) -> dict[str, Any]:
         """Score a quantized model; 'sqnr' is the SQNR of each part of the head's outputs in dB."""

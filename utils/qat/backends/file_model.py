@@ -15,11 +15,12 @@ from pathlib import Path
 import torch
 
 from utils.qat.backends.detections import Detections
+from utils.qat.backends.pytorch import SMALLEST_STRIDE
 from utils.qat.config.export import END2END, MASKS
 from utils.qat.config.tasks import load_task
 from utils.qat.core.errors import QatError, one_line
 from utils.qat.data.masks import BoxMasks
-from utils.qat.untrusted.names import class_names
+from utils.qat.untrusted.names import class_names, fitting, require_colours
 from utils.qat.vendors.session import Session
 
 LARGEST_NAMES = 1_000_000  # characters of all names of classes in the metadata of an export
@@ -40,7 +41,7 @@ def stride_and_names(path: Path, metadata: dict[str, str]) -> tuple[int, dict[in
             f'--weights {path}: its metadata, stride {metadata.get("stride")!r:.40} and names {text!r:.40}, cannot be read '
             f'({one_line(e, 100) or type(e).__name__}); export it with export_qat.py'
         ) from e
-    return stride, None if names is None else class_names(names, f'--weights {path}')
+    return max(stride, SMALLEST_STRIDE), None if names is None else class_names(names, f'--weights {path}')
 
 
 def _threshold(text: str | None) -> float | None:
@@ -99,6 +100,7 @@ class FileModel:
                 f'output1 [B, coefficients, H / 4, W / 4] as well, or with NMS inside {", ".join(END2END)}; found '
                 f'{list(image)} -> {", ".join(f"{n} {list(s)}" for n, s in outputs.items())}; export it with export_qat.py'
             )
+        require_colours(image[1], f'--weights {path}')
         own = (image[0],) * 2 if isinstance(image[0], int) else None  # a static graph wants full batches
         self.imgsz = tuple(image[2:]) if all(isinstance(n, int) for n in image[2:]) else None
         self.batch = signature.batch or own
@@ -116,7 +118,7 @@ class FileModel:
                     f'--weights {path}: leaves the number of classes open, {list(shapes[0])}; export it with export_qat.py'
                 )
             self.nc = self.task.classes_in(shapes)
-            self.names = names or {i: str(i) for i in range(self.nc)}
+            self.names = fitting(names or {i: str(i) for i in range(self.nc)}, self.nc, f'--weights {path}')
 
     @property
     def notes(self) -> Sequence[str]:

@@ -13,6 +13,7 @@ from utils.qat.config.settings import Sides
 from utils.qat.config.tasks import Task, load_task
 from utils.qat.data.loaders import channels_last
 
+SMALLEST_STRIDE = 32  # pixels
 LARGEST = 8192  # pixels; a larger size in a file is ignored
 
 
@@ -22,6 +23,14 @@ def task_of(model: nn.Module) -> Task:
     if layers is None or type(layers[-1]).__name__ == 'Classify':
         return load_task('classify')
     return load_task('segment' if hasattr(layers[-1], 'nm') else 'detect')
+
+
+def stride_of(model: nn.Module) -> int:
+    """Return the number of pixels of which the sides of images must be multiples: the largest stride, at least 32 as for upstream.
+
+    A head without P5 has a smaller one, and the layers before it may still halve the image five times.
+    """
+    return max(SMALLEST_STRIDE, int(max(model.stride)))
 
 
 def sides_in(recipe: dict[str, Any] | None) -> Sides | None:
@@ -71,7 +80,7 @@ class TorchModel:
         """
         self.model, self.recipe = model.eval(), quant and quant['recipe']
         self.context = context or nullcontext()
-        self.names, self.stride, self.nc = model.names, int(max(model.stride)), len(model.names)
+        self.names, self.stride, self.nc = model.names, stride_of(model), len(model.names)
         self.task, head = task_of(model), model.model[-1] if hasattr(model, 'model') else model
         self.nc, self.kind = getattr(head, 'nc', self.nc), f'its head is {type(head).__name__}'
         self.device = next(model.parameters()).device

@@ -19,6 +19,8 @@ ENGINE_BACKEND = 'tensorrt'  # runs and builds engines by default
 scores = partial(option, group='scores')
 classifiers = partial(option, group='classifiers')
 segmentation = partial(option, group='segmentation models')
+OTHER_WORDS = 'if class names of data and model are other words for the same classes: whose count; default: refuse'
+names_from = partial(option, None, OTHER_WORDS, allowed=('data', 'checkpoint'))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,6 +41,7 @@ class LabelledConfig(Settings):
         'data YAML; its val images are used. For classifiers: a folder with a folder per class',
         parse=in_tree,
     )
+    names_from: str | None = names_from()
     images: int = option(0, 'images of the data, at most, evenly spread; 0 = all', allowed=OR_ALL)
     batch_size: int = run(10, 'images at once', allowed=Range(1))
     workers: int = run(8, 'data loading processes', allowed=Range(0))

@@ -6,7 +6,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from utils.qat.config.common import OR_ALL, SHARE, SIZE
+from utils.qat.config.common import OR_ALL, SHARE, SIZE, names_from
 from utils.qat.config.deploy import MEMORY, WORKSPACE
 from utils.qat.config.settings import Range, Settings, Sides, flag_of, option, run
 from utils.qat.config.tables import FORMATS, NMS, formats_with
@@ -90,6 +90,8 @@ class OnnxConfig(Settings):
         None, 'ONNX opset; default: ' + ', '.join(f'{default} for --trt {v}' for v, (*_, default) in OPSETS.items())
     )
 
+    overwrite: bool = option(False, 'replace files of these names that this tool did not make')
+
     def __post_init__(self) -> None:
         if self.opset is None and self.trt in OPSETS:
             object.__setattr__(self, 'opset', OPSETS[self.trt][2])
@@ -145,6 +147,7 @@ class ExportConfig(OnnxConfig):
         metavar='DATA.yaml',
         parse=in_tree,
     )
+    names_from: str | None = names_from(group='comparison with PyTorch')
     verify_images: int = verifying(100, 'images for --verify, at most; 0 = all', allowed=OR_ALL)
     backend: str = verifying(
         'onnxruntime',
@@ -284,4 +287,5 @@ class DeepStreamConfig(OnnxConfig):
             trt=self.trt,
             no_pad=self.no_pad,
             opset=self.opset,
+            overwrite=self.overwrite,
         )

@@ -6,7 +6,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
 
-from utils.qat.config.common import OR_ALL, SEED, SHARE, SIZE, FolderConfig, LoaderConfig, scores
+from utils.qat.config.common import OR_ALL, SEED, SHARE, SIZE, FolderConfig, LoaderConfig, names_from, scores
 from utils.qat.config.settings import Range, Sides, flag_of, option, require_multiples, run
 from utils.qat.config.tables import CHECKPOINTS, DEFAULT_TARGET, EXPORTED, PREDICTING, TARGETS
 from utils.qat.config.tasks import TASKS, load_task
@@ -44,6 +44,7 @@ class ModelConfig(FolderConfig, LoaderConfig):
         parse=in_tree,
     )
     _: KW_ONLY
+    names_from: str | None = names_from()
     only_task: str | None = None  # refuse models of other tasks; a key of TASKS
     decided: tuple[str, ...] = ()  # settings that nobody typed: the model or the device decided them
 

@@ -52,15 +52,20 @@ class Task(ABC):
 
     def data_of(self, path: object, model: Any) -> str:
         """Return the data path from a checkpoint if it has data for `model` on this machine, else the placeholder."""
+        if not (isinstance(path, str) and self.has_data(path)):
+            return self.placeholder
         try:
-            self.load_data(Path(path if isinstance(path, str) else ''), model)
+            self.load_data(Path(path), model)
         except QatError:
             return self.placeholder
-        return str(path)
+        return path
 
     @abstractmethod
-    def load_data(self, file: Path, model: Any, flag: str = '--data') -> Any:
-        """Read and check the data for a `model` with nc, names and kind: a dataset.Data or image_folders.ImageFolders."""
+    def load_data(self, file: Path, model: Any, flag: str = '--data', names_from: str | None = None) -> Any:
+        """Read and check the data for a `model` with nc, names and kind: a dataset.Data or image_folders.ImageFolders.
+
+        names_from: see dataset.load_data.
+        """
 
     @abstractmethod
     def require_labels(self, file: Path) -> None:

@@ -123,6 +123,8 @@ def _require_environment(torch: bool) -> None:
             f'out of memory (the address space is limited to {limit / 1e6:.0f} MB: ulimit -v), and PyTorch with its libraries takes '
             f'up to {TORCH_TAKES / 1e6:.0f} MB; allow more: ulimit -v {TORCH_TAKES // 1024}'
         )
+    if any(option.partition(':')[0] == 'error' and option.count(':') < 3 for option in sys.warnoptions):
+        raise QatError('PYTHONWARNINGS=error, python -W error: stops at any warning of a library; unset PYTHONWARNINGS')
     if sys.flags.optimize:
         raise QatError(
             "PYTHONOPTIMIZE, python -O: switches assertions off, which upstream's checks of images and labels are; unset PYTHONOPTIMIZE"
@@ -214,7 +216,8 @@ def converted(weights: Path) -> Path:
 
 def export_command(checkpoint: Path, imgsz: Iterable[int], include: str = 'onnx') -> str:
     """Make the command that exports a quantized checkpoint."""
-    return command('export_qat.py', '--weights', checkpoint, '--include', include, '--imgsz', *typed_sides(imgsz))
+    own = ['--dynamic', '--simplify'] if include == 'onnx' else []
+    return command('export_qat.py', '--weights', checkpoint, '--include', include, *own, '--imgsz', *typed_sides(imgsz))
 
 
 def typed_sides(imgsz: Iterable[int]) -> list[int]:

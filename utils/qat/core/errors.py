@@ -20,7 +20,7 @@ from typing import Any
 
 from utils.qat.core.text import cut, visible
 
-FULL = errno.ENOSPC, errno.EDQUOT, errno.EFBIG  # no space, quota, largest file
+FULL = errno.ENOSPC, errno.EDQUOT  # no space, quota
 OUTPUT = '<output>'  # filename of an OSError of standard output
 KINDS = OSError, MemoryError, RuntimeError, ImportError  # classes of errors that the system can cause
 SHM = Path('/dev/shm')
@@ -87,6 +87,8 @@ def _of_file(number: int, reason: str | None, name: str | bytes) -> str:
             f'{file}: {reason}, {shutil.disk_usage(folder).free / 1e6:.1f} MB are free in {folder}; make room, or choose another '
             'folder (--project, --save)'
         )
+    if number == errno.EFBIG:
+        return f'{file}: {reason}, for ulimit -f or for the file system; allow more, or choose another folder (--project, --save)'
     if number == errno.ENOENT:
         return f'{file}: {reason}; it or its folder was moved or deleted meanwhile, put it back and repeat the command'
     if number in (errno.EMFILE, errno.ENFILE):

@@ -7,6 +7,7 @@ import glob
 import hashlib
 import io
 import json
+import mmap
 import os
 import re
 import stat
@@ -21,6 +22,7 @@ from utils.qat.core.text import escaped, is_printable
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
+MADE_BY = 'made by yolov9-qat'  # in each file of an export, or in its sidecar: by it the next export knows what it may replace
 TEMPORARY = re.compile(r'\..*\.\d+\.tmp(\..*)?', re.DOTALL)  # names, see `atomic`
 LONGEST_NAME = 200  # bytes of a file's name; systems allow 255
 YAML = '.yaml', '.yml'
@@ -95,6 +97,21 @@ def require_own(path: Path, text: str) -> None:
             content = file.read(len(text.encode()) + 1)
     if content != text.encode() and not (first.startswith('#') and content.startswith(f'{first}\n'.encode())):
         raise QatError(f'{path}: is there already, and was not made of this model; move it away, or use another folder')
+
+
+def require_ours(files: Iterable[Path], way_out: str) -> None:
+    """Raise QatError for the first of `files` that is there and holds no MADE_BY, nor does its sidecar. way_out: what to do, for the message."""
+    for file in filter(os.path.lexists, files):
+        if not any(_holds(each, MADE_BY.encode()) for each in (file, file.with_name(f'{file.name}.json'))):
+            raise QatError(f'{file}: is there already, and this tool did not make it; {way_out}')
+
+
+def _holds(file: Path, text: bytes) -> bool:
+    """Tell whether `file` is a file with `text` in it."""
+    if not file.is_file() or not file.stat().st_size:
+        return False
+    with file.open('rb') as content, mmap.mmap(content.fileno(), 0, access=mmap.ACCESS_READ) as memory:
+        return memory.find(text) >= 0
 
 
 def write_text(path: str | Path, text: str) -> None:

@@ -17,6 +17,7 @@ from typing import Any
 
 from utils.qat.core.distributed import is_first
 from utils.qat.core.errors import QatError
+from utils.qat.core.files import waits
 
 # The lock file in the folder of a run. It has the number and host of the process that works there, or worked there last.
 LOCK = '.lock'
@@ -55,6 +56,9 @@ def own_folder(config: Any) -> Iterator[Path]:
                 raise QatError(
                     f'{links[0]}: a link, and a run writes to its own folder only; put the file or folder itself there'
                 )
+            for path in folder.rglob('*'):
+                if waits(path):
+                    raise QatError(f'{path}: a pipe or a device, in the folder of a run; remove it')
             yield folder
     finally:
         with contextlib.suppress(OSError):  # not empty
@@ -99,6 +103,8 @@ def _require_run(folder: Path) -> None:
 
 def _is_report(file: Path) -> bool:
     """Tell from its content whether a file is the report of a run."""
+    if not file.is_file():
+        return False
     try:
         content = json.loads(file.read_bytes())
     except (OSError, ValueError, RecursionError):

@@ -4,17 +4,20 @@ Upstream skips some bad files without a message, fails later on some, and would 
 in one line with its name.
 """
 
-import glob
+import contextlib
 import math
 import os
-from collections.abc import Collection, Iterable, Iterator, Sequence
+import re
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from tokenize import TokenError
 from typing import Any
 
 import cv2
 import numpy as np
+from PIL import Image
 from utils.augmentations import Albumentations
 from utils.dataloaders import IMG_FORMATS, LoadImagesAndLabels, img2label_paths
 from utils.general import ROOT
@@ -28,11 +31,17 @@ from utils.qat.core.errors import QatError, one_line
 from utils.qat.core.files import require_yaml, waits
 from utils.qat.core.log import LOGGER, quiet_upstream
 from utils.qat.core.text import is_printable
+from utils.qat.data.image_files import found_before, image_files
 from utils.qat.untrusted.names import class_names
 from utils.qat.untrusted.plain_values import ARRAYS, MULTIARRAY, Values, array_state
 from utils.qat.untrusted.torch_archive import Call, Refused, read_pickle, without_collector
 from utils.qat.untrusted.yaml_file import read_yaml
 
+DEEP = '.tif', '.tiff'  # images that may have 32 bits per value
+FLAT = 16  # of 255: a smaller range of pixels is noise
+FEWEST, EXACT = 8, 0.005  # labels by which their task is known, and how exact their numbers are in 0..1
+CONVERT = 'write its labels as boxes, "class x y width height"'
+SINGLE = {0: 'item'}  # upstream's name of the one class of train.py --single-cls
 OBJECT = ('O8', False, True), (3, '|', None, None, None, -1, -1, 63)  # NumPy's dtype of objects, as it is pickled
 
 
@@ -47,6 +56,7 @@ class Data:
     annotations: Path | None = None  # COCO's instances_val2017.json, if the data is COCO
     flag: str = '--data'  # the option that named the YAML
     val_split: float = 0.0  # share of the training images that is held out of training, in [0, 1)
+    single: bool = False  # whether all classes count as one
     masks: bool = False  # whether the model returns masks, so that labels must be polygons
 
     @property
@@ -54,9 +64,38 @@ class Data:
         """Number of classes."""
         return len(self.names)
 
+    @property
+    def labelled(self) -> bool:
+        """Whether an image of val has a label file."""
+        images = chain.from_iterable(image_files(Path(path), f'{self.flag} {self.file}: val') for path in self.val)
+        return any(os.path.exists(label) for image in images for label in img2label_paths([image]))
 
-def load_data(file: str | Path, nc: int | None = None, flag: str = '--data', masks: bool = False) -> Data:
-    """Read and check a data YAML, for a model of `nc` classes or, with None, of any number."""
+
+def images_alone(folder: Path, names: Mapping[int, str], flag: str = '--data') -> Data:
+    """Take a folder of images as data for a calibration. names: of the model's classes.
+
+    Raises QatError if it has no images, or a YAML that says more of them.
+    """
+    if yamls := sorted(folder.glob('*.y*ml')):
+        raise QatError(f'{flag} {folder}: a folder with {yamls[0].name} in it; give that: {flag} {yamls[0]}')
+    if not image_files(folder, f'{flag} {folder}'):
+        raise QatError(f'{flag} {folder}: no images in it (looked for {", ".join(IMG_FORMATS)})')
+    place = [str(folder.absolute())]
+    return Data(folder, place, place, dict(names), flag=flag)
+
+
+def load_data(
+    file: str | Path,
+    nc: int | None = None,
+    flag: str = '--data',
+    masks: bool = False,
+    own: Any = None,
+    names_from: Any = None,
+) -> Data:
+    """Read and check a data YAML, for a model of `nc` classes called `own` or, with None, of any number and any names.
+
+    names_from: whose names count where they differ, 'data' or 'checkpoint'; None refuses them.
+    """
     file = require_yaml(file, flag)
     who, content = f'{flag} {file}', read_yaml(file, flag)
     if not isinstance(content, dict):
@@ -65,22 +104,53 @@ def load_data(file: str | Path, nc: int | None = None, flag: str = '--data', mas
     if missing:
         raise QatError(f'{who}: {" and ".join(missing)} missing; it needs train:, val: (image folders) and names:')
     names = class_names(content['names'], who)
+    if content.get('kpt_shape'):
+        raise QatError(f'{who}: kpt_shape: data of pose, boxes with keypoints, which are not read; {CONVERT}')
     if not isinstance(content.get('nc', 0), (int, type(None))):
         raise QatError(f'{who}: nc: must be a number, that of the names')
     if content.get('nc') not in (None, len(names)):
         raise QatError(f'{who}: nc: {content["nc"]} but {len(names)} names')
+    single = nc == 1 < len(names) and dict(own or {}) == SINGLE
+    if single:
+        LOGGER.info(f'{who}: its {len(names)} classes count as one, as in the training of the model (--single-cls)')
+        names = SINGLE
     if nc not in (None, len(names)):
         raise QatError(f'{who}: {len(names)} classes, but the model has {nc}; use the data the model was trained on')
+    names = _agreed(names, own or names, names_from, who)
     for key in ('path', 'train', 'val'):
         paths = [content.get(key) or ''] if key == 'path' else _as_list(content[key])
         if not all(isinstance(p, str) and '\0' not in p for p in paths):
             raise QatError(f'{who}: {key}: must be a path{" or a list of paths" * (key != "path")}')
     places = _places(file, content)
-    base = next((b for b in places if all(os.path.exists(b / p) for p in _as_list(content['val']))), places[0])
+    base = next((b for b in places if all(os.path.exists(_under(b, p)) for p in _as_list(content['val']))), places[0])
     train, val = (_image_paths(content, key, base, who, places) for key in ('train', 'val'))
     is_coco = any(Path(p).name == 'val2017.txt' for p in val)  # upstream's own criterion
     annotations = base / 'annotations' / 'instances_val2017.json'
-    return Data(file, train, val, names, annotations if is_coco and annotations.exists() else None, flag, masks=masks)
+    known = annotations if is_coco and annotations.exists() and not single else None
+    return Data(file, train, val, names, known, flag, single=single, masks=masks)
+
+
+def is_numbered(names: Mapping[int, str]) -> bool:
+    """Tell whether classes have no names but numbers, as a training without names gives them."""
+    return all(re.fullmatch(f'(class)?[ _]?{i}', name) for i, name in names.items())
+
+
+def _agreed(names: dict[int, str], own: Mapping[int, str], names_from: str | None, who: str) -> dict[int, str]:
+    """Return the names of the classes; raise QatError if the data's `names` and those of the model, `own`, differ in letters or order."""
+
+    def letters(name: str) -> str:
+        return ''.join(filter(str.isalnum, name.casefold())) or name
+
+    other = [i for i in names if letters(names[i]) != letters(own[i])]
+    if is_numbered(own) or names_from == 'data' or not other:
+        return names
+    if is_numbered(names) or names_from == 'checkpoint':
+        return dict(own)
+    order = 'in another order' if sorted(names.values()) == sorted(own.values()) else 'other names'
+    raise QatError(
+        f'{who}: class {other[0]} is {names[other[0]]!r}, and the model calls it {own[other[0]]!r} ({order}, {len(other)} of {len(names)} '
+        'differ); correct names:, or if only the words differ give --names-from data or --names-from checkpoint'
+    )
 
 
 def _as_list(value: Any) -> list:
@@ -90,13 +160,21 @@ def _as_list(value: Any) -> list:
 def _places(file: Path, content: dict) -> list[Path]:
     """List the folders that path: of a data YAML may mean: the first with val: is taken.
 
-    A relative path: starts in the upstream tree (as for upstream), here, or beside the YAML. Its last part counts too:
-    upstream's get_coco.sh writes ./coco, and its coco.yaml says ../datasets/coco.
+    A relative path: starts in the upstream tree (as for upstream), here, or beside the YAML; without path: the YAML's own folder comes
+    first, because another set may lie here. Its last part counts too: upstream's get_coco.sh writes ./coco, and its coco.yaml says
+    ../datasets/coco.
     """
     path = Path(content.get('path') or '')
     meant = (path, path) if path.is_absolute() else (path, path.name)
-    paths = [base / p for p in meant for base in (ROOT, Path.cwd(), file.parent)]
+    bases = (ROOT, Path.cwd(), file.parent) if content.get('path') else (file.parent, ROOT, Path.cwd())
+    paths = [base / p for p in meant for base in bases]
     return list(dict.fromkeys(Path(os.path.abspath(p)) for p in paths))
+
+
+def _under(base: Path, path: str) -> Path:
+    """Return a path of a data YAML below `base`. As for upstream, '../train' that does not exist is 'train', as Roboflow writes it."""
+    inside = base / path.removeprefix('../')
+    return inside if os.path.exists(inside) and not os.path.exists(base / path) else base / path
 
 
 def _image_paths(content: dict, key: str, base: Path, who: str, places: Sequence[Path]) -> list[str]:
@@ -104,12 +182,12 @@ def _image_paths(content: dict, key: str, base: Path, who: str, places: Sequence
 
     Raises QatError, which begins with `who`, for one without images. places: where it was looked for.
     """
-    paths = [base / p for p in _as_list(content[key])]
+    paths = [_under(base, p) for p in _as_list(content[key])]
     for p in paths:
         if not os.path.exists(p):  # Path.exists raises an error for some texts
             elsewhere = f' (path: was looked for in {", ".join(map(str, places))})' * (len(places) > 1)
             raise QatError(f'{who}: {key}: {p} does not exist{elsewhere}; correct it')
-        if not any(_image_files([p])):
+        if not image_files(p, f'{who}: {key}'):
             raise QatError(f'{who}: {key}: no images in {p} (looked for {", ".join(IMG_FORMATS)})')
     return [str(p) for p in paths]
 
@@ -136,6 +214,7 @@ class Readable:
             gain = min(self.sides[0] / height, self.sides[1] / width)
             # upstream divides by the longer side, multiplies each side by the result, and truncates
             self.img_size = np.nextafter(gain * max(width, height), np.inf)
+        require_integers(self.im_files[i])
         try:
             return super().load_image(i)  # type: ignore[misc]  # upstream's dataset has it
         except (AssertionError, cv2.error) as e:
@@ -158,20 +237,23 @@ def open_dataset(
     config: LoaderConfig,
     stride: int,
     masks: dict[str, Any] | None = None,
+    labels: bool = True,
     **options: Any,
 ) -> Any:
     """Open upstream's dataset over the images of a data YAML, and check its labels.
 
     `split` is 'train', 'val' or 'held out' (training images that `data.val_split` removes from 'train'). `masks` are
-    settings of upstream's dataset of masks; None = boxes only. `options` go to upstream's dataset.
+    settings of upstream's dataset of masks; None = boxes only. `labels`: whether they are used, so that wrong ones are refused.
+    `options` go to upstream's dataset.
     """
     key = 'val' if split == 'val' else 'train'
     cls = BoxDataset if masks is None else MaskDataset
     paths = getattr(data, key)
-    files = list(_image_files(paths))
+    found = {path: image_files(Path(path), f'{data.flag} {data.file}: {key}') for path in paths}
+    files = [file for path in paths for file in found[path]]
     check_images(files, data.flag, data.file)
     check_cache(files, paths)
-    with first_goes_ahead(), quiet_upstream():  # the first process writes the cache of the labels
+    with first_goes_ahead(), quiet_upstream(), found_before(found):  # the first process writes the cache of the labels
         try:
             dataset = cls(
                 paths,
@@ -179,6 +261,7 @@ def open_dataset(
                 config.batch_size,
                 stride=stride,
                 prefix=f'{key}: ',
+                single_cls=data.single,
                 **(masks or {}),
                 **options,
             )
@@ -190,11 +273,14 @@ def open_dataset(
     if len(set(config.imgsz)) > 1:
         dataset.sides = config.imgsz
     dropped = sorted(set(files) - set(dataset.im_files))
-    check_dropped(dropped, data)
-    check_labels(dataset, data, bool(masks))
+    if labels:
+        check_dropped(dropped, data)
+        check_labels(dataset, data, bool(masks))
     check_copies(dataset.im_files, dataset.npy_files, dataset.shapes)
     if dropped:
-        LOGGER.warning(f'{key}: {len(dropped)} images cannot be read and are left out, the first is {dropped[0]}')
+        LOGGER.warning(
+            f'{key}: {len(dropped)} images{"" if labels else ", or their labels,"} cannot be read and are left out, the first is {dropped[0]}'
+        )
     if key == 'train' and data.val_split:
         held_out = held_out_files(dataset.im_files, data.val_split)
         _keep(
@@ -226,17 +312,6 @@ def _keep(dataset: LoadImagesAndLabels, wanted: Sequence[bool], config: LoaderCo
         dataset.batch_shapes = np.ceil(largest * max(config.imgsz) / dataset.stride + pad).astype(int) * dataset.stride
 
 
-def _image_files(paths: Iterable[str | Path]) -> Iterator[str]:
-    """Yield the image files that upstream's dataset finds under `paths`."""
-    for p in map(Path, paths):
-        if p.is_dir():
-            files: Iterable[str] = glob.iglob(str(p / '**' / '*.*'), recursive=True)
-        else:
-            lines = p.read_text(errors='surrogateescape').strip().splitlines()
-            files = (x.replace('./', str(p.parent) + os.sep, 1) if x.startswith('./') else x for x in lines)
-        yield from (f for f in files if f.rsplit('.', 1)[-1].lower() in IMG_FORMATS)
-
-
 def check_images(files: Iterable[str], flag: str, data: Path) -> None:
     """Raise QatError for an image whose name is not UTF-8 or has control characters, and for a pipe or a device.
 
@@ -251,6 +326,20 @@ def check_images(files: Iterable[str], flag: str, data: Path) -> None:
             raise QatError(f'{flag} {data}: the name of the image {file} has control characters; rename it')
         if waits(file):
             raise QatError(f'image {file}: a pipe or a device, and no file; remove it')
+
+
+def require_integers(file: str) -> None:
+    """Raise QatError for an image of 32 bits per value, which OpenCV would read as black; of 16 bits it reads the upper eight."""
+    if file.lower().endswith(DEEP):
+        with contextlib.suppress(OSError), Image.open(file) as image:  # else OpenCV says what is wrong
+            if image.mode in ('F', 'I'):
+                raise unreadable(file, '32 bits per value; save it with 8 or 16')
+
+
+def warn_of_flat(images: Iterable[np.ndarray], data: Any) -> None:
+    """Warn if none of some images has structure: a calibration on them says nothing of the ranges."""
+    if all(np.ptp(image) < FLAT for image in images):
+        LOGGER.warning(f'{data.flag} {data.file}: the images for the calibration have no structure; look at them')
 
 
 def unreadable(file: str, reason: object = '') -> QatError:
@@ -383,9 +472,10 @@ def check_dropped(files: Sequence[str], data: Any) -> None:
             ):
                 raise QatError(
                     f'label {label}:{number}: expected "class x y width height", or an outline, "class x1 y1 x2 y2 x3 y3 ...", with '
-                    f'coordinates in 0..1, not {line[:60]!r}'
+                    f'coordinates in 0..1 (no keypoints of pose), not {line[:60]!r}'
                 )
-            _check_class(c, f'{label}:{number}', data)
+            if not data.single:
+                _check_class(c, f'{label}:{number}', data)
 
 
 def require_labels(dataset: LoadImagesAndLabels, key: str, data: Any, use: str) -> None:
@@ -405,8 +495,11 @@ def require_labels(dataset: LoadImagesAndLabels, key: str, data: Any, use: str) 
 def check_labels(dataset: LoadImagesAndLabels, data: Any, masks: bool) -> None:
     """Raise QatError for a label that upstream accepts although its class or its outline is wrong.
 
-    For masks each object needs an outline: without, upstream would assign its image the masks of another, or none.
+    Boxes with keypoints, and rotated ones, have the form of outlines, and are refused by name. For masks each object needs an outline: without, upstream would assign its image the masks of another, or none.
     """
+    if kind := _of_another_task(dataset.segments):
+        where = dataset.label_files[0]
+        raise QatError(f'{data.flag} {data.file}: its labels are {kind}, as in {where}, not read; {CONVERT}')
     for label, rows, outlines in zip(dataset.label_files, dataset.labels, dataset.segments):
         for c in rows[:, 0].tolist():
             _check_class(c, label, data)
@@ -419,6 +512,24 @@ def check_labels(dataset: LoadImagesAndLabels, data: Any, masks: bool) -> None:
                 f'label {label}: has boxes, and the model gives masks, which takes outlines, "class x1 y1 x2 y2 x3 y3 ..." in 0..1; '
                 f'use data with these in {data.flag}, or a detection model'
             )
+
+
+def _of_another_task(segments: Iterable[Sequence[np.ndarray]]) -> str:
+    """Name the task of labels that are no outlines, though upstream reads them so; '' for outlines, which differ in length or place."""
+    rows = [outline.reshape(-1) for of_file in segments for outline in of_file]
+    if len(rows) < FEWEST or len({len(row) for row in rows}) > 1:
+        return ''
+    points = np.stack(rows).reshape(len(rows), -1, 2)
+    centre, half, keypoints = points[:, :1], points[:, 1:2] / 2, points[:, 2:]
+    inside = (abs(keypoints - centre) <= half + EXACT) | (keypoints == 0)  # 0 0: not seen
+    in_image = (centre >= half - EXACT) & (centre + half <= 1 + EXACT)
+    if points.shape[1] > 4 and inside.mean() > 0.95 and in_image.all():
+        return 'of pose, boxes with keypoints'
+    if points.shape[1] != 4:
+        return ''
+    side = abs(points[:, 1] - points[:, 0]).min(1)
+    parallel = abs(points[:, 0] - points[:, 1] + points[:, 2] - points[:, 3]).max(1) < EXACT
+    return 'of OBB, rotated boxes' if parallel.mean() > 0.9 and (side > EXACT).any() else ''
 
 
 def _check_class(c: float, where: str | Path, data: Any) -> None:

@@ -41,6 +41,7 @@ class ImageFolders:
     val_split: float = 0.0  # share of the training images that is held out of training, in [0, 1)
     annotations: None = None  # as dataset.Data
     masks: bool = False
+    labelled: bool = True
 
     @property
     def nc(self) -> int:

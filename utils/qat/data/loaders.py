@@ -21,9 +21,12 @@ from utils.dataloaders import LoadImagesAndLabels
 from utils.qat.config.common import LabelledConfig, LoaderConfig
 from utils.qat.config.settings import Sides
 from utils.qat.core.errors import QatError
-from utils.qat.data.dataset import Data, open_dataset, require_labels
+from utils.qat.data.dataset import Data, open_dataset, require_labels, warn_of_flat
 from utils.qat.data.image_folders import ImageFolders, open_images
 from utils.qat.data.masks import COARSE
+
+FEW = 8  # images that are looked at before a calibration
+WITHOUT = 'labels are not needed by qat.py quantize --epochs 0 and qat.py sensitive --metric distortion'
 
 
 def _collate(samples: list[tuple]) -> tuple:
@@ -223,34 +226,38 @@ class Loaders:
         """
         masks = {'downsample_ratio': self.config.mask_ratio, 'overlap': self.config.overlap}
         rect = not square and len(set(self.config.imgsz)) == 1
-        dataset = self._open(split, masks, rect=rect, pad=0.5)
+        dataset = self._open(split, masks, need_labels, rect=rect, pad=0.5)
         if need_labels and isinstance(self.data, Data):
-            require_labels(dataset, 'val' if split == 'val' else 'train', self.data, 'scored')
+            require_labels(dataset, 'val' if split == 'val' else 'train', self.data, f'scored; {WITHOUT}')
         return unshuffled(spread(dataset, limit) if limit else dataset, self.config, self.shard)
 
     def calibration(self) -> Images:
         """Make the batches of the calibration: `calib_images` of the training images, letterboxed, without augmentation."""
-        dataset = spread(self._open('train'), self.config.calib_images)
+        dataset = spread(self._open('train', labels=False), self.config.calib_images)
+        if isinstance(self.data, Data):
+            warn_of_flat((dataset.dataset.load_image(i)[0] for i in dataset.indices[:FEW]), self.data)
         return Images(unshuffled(dataset, self.config, self.shard), self.device)
 
     def training(self, hyp: dict[str, Any] | None = None, labels: bool = False) -> TrainingImages:
         """Make the batches of a fine-tuning: training images in random order, with `labels` for a loss on them.
 
-        Labels must exist in any case. The images of an epoch depend only on config.seed and its number, not on the number of
+        The images of an epoch depend only on config.seed and its number, not on the number of
         workers or on earlier epochs. Without `hyp`, see dataset.load_hyp, they are letterboxed as for calibration.
         """
         masks = {'downsample_ratio': COARSE, 'overlap': True} if labels else None  # as in segment/train.py
-        dataset = self._open('train', masks, augment=hyp is not None, hyp=hyp)
+        dataset = self._open('train', masks, labels, augment=hyp is not None, hyp=hyp)
         if labels and isinstance(self.data, Data):
             require_labels(dataset, 'train', self.data, 'learnt from; --task-loss 0 needs none')
         batches = EpochBatches(len(dataset), self.config.batch_size, self.config.seed, self.shard)
         return TrainingImages(Loader(Seeded(dataset), self.config, batches, self.shard[1]), self.device, labels)
 
-    def _open(self, split: str, masks: dict[str, Any] | None = None, **options: Any) -> Any:
+    def _open(self, split: str, masks: dict[str, Any] | None = None, labels: bool = True, **options: Any) -> Any:
         """Open the dataset of a split, see dataset.open_dataset; `masks` are settings of masks, if the data has any."""
         if isinstance(self.data, ImageFolders):
             return open_images(self.data, split, self.config)
-        return open_dataset(self.data, split, self.config, self.stride, masks if self.data.masks else None, **options)
+        return open_dataset(
+            self.data, split, self.config, self.stride, masks if self.data.masks else None, labels, **options
+        )
 
 
 def labelled_images(data: Data | ImageFolders, config: LabelledConfig, model: Any, imgsz: Sides) -> Loader:

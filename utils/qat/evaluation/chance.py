@@ -14,6 +14,7 @@ from scipy.sparse import csr_array
 RESAMPLES, SEED = 1000, 0
 CERTAIN = 1.96  # standard deviations; 95 % of a normal distribution lie within this distance of the mean
 EXPLAINED = f'± holds 95 % of what other images of this kind would give, by {RESAMPLES} resamples of these'
+UNKNOWN = 1.0  # chance that explains every difference of AP
 AT_ONCE = 2**20  # most values of a temporary array
 
 
@@ -90,7 +91,7 @@ def difference(before: np.ndarray, after: np.ndarray) -> dict[str, Any]:
     same of masks}.
     """
     gain = after[:, : before.shape[1]] - before[:, : after.shape[1]]  # one may have no masks
-    chance = CERTAIN * gain[1:].std(0) if len(gain) > 1 else np.ones(gain.shape[1])  # from one image nothing is known
+    chance = CERTAIN * gain[1:].std(0) if len(gain) > 1 else np.full(gain.shape[1], UNKNOWN)  # from one image
     boxes, *masks = ({'difference': float(d), 'chance': float(c)} for d, c in zip(gain[0], chance))
     return {**boxes, **({'mask': masks[0]} if masks else {})}
 
@@ -117,17 +118,23 @@ def points_lost(found: dict[str, Any]) -> float:
 
 def in_points(found: dict[str, Any]) -> str:
     """Format a difference of boxes, or of masks, in points: '-0.31 ± 0.12'."""
-    return f'{100 * found["difference"]:+.2f} ± {100 * found["chance"]:.2f}'
+    return f'{round(100 * found["difference"], 2) + 0.0:+.2f}{plus_minus(found)}'  # + 0.0: no -0.00
 
 
 def plus_minus(found: dict[str, Any] | None) -> str:
-    """Format the chance of a difference of boxes in points: ' ± 0.12'; '' for None."""
-    return f' ± {100 * found["chance"]:.2f}' if found else ''
+    """Format the chance of a difference of boxes in points: ' ± 0.12'; ' ± ?' if it is not known, '' for None."""
+    return f' ± {100 * found["chance"]:.2f}'.replace('100.00', '?') if found else ''
+
+
+def _how_sure(found: dict[str, Any]) -> str:
+    if found['chance'] == UNKNOWN:
+        return 'and one image tells nothing of chance'
+    return f'{"within" if within_chance(found) else "beyond"} chance'
 
 
 def in_words(found: dict[str, Any], title: str = 'AP') -> str:
     """Format a `difference` in points, and state whether chance alone explains it. title: see score_tables.merit_title."""
     return ', '.join(
-        f'{text}{in_points(part)} points of {title}, {"within" if within_chance(part) else "beyond"} chance'
+        f'{text}{in_points(part)} points of {title}, {_how_sure(part)}'
         for text, part in zip(('', 'masks '), boxes_and_masks(found))
     )

@@ -1,6 +1,7 @@
 """The work of `qat.py eval` and `val_trt.py`: score each model on the val images of a data YAML, and write a report."""
 
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -24,7 +25,7 @@ from utils.qat.evaluation.chance import EXPLAINED, difference, in_words, plus_mi
 from utils.qat.evaluation.classes import ClassMetrics, distance
 from utils.qat.evaluation.detection_scores import require_annotations
 from utils.qat.evaluation.evaluate import evaluate
-from utils.qat.evaluation.score_tables import class_table, merit_title, models_table, plot_classes
+from utils.qat.evaluation.score_tables import class_table, finds_nothing, merit_title, models_table, plot_classes
 
 FAIR_CONF = 0.01  # AP hardly changes without the detections up to this score
 
@@ -76,7 +77,8 @@ def tables(score: Score) -> list[str]:
     if score.baseline:
         models, against = score.beside_baseline(), score.against_baseline()
         compared.append(models_table([*models], [*models.values()], [plus_minus(against)]))
-        compared.append(f'{in_words(against, merit_title(plain))} ({EXPLAINED})')
+        nothing = finds_nothing(score.baseline.plain())
+        compared.append(nothing or f'{in_words(against, merit_title(plain))} ({EXPLAINED})')
     if 'coco' in plain:
         parts = {'boxes': plain['coco'], **({'masks': plain['mask']['coco']} if 'mask' in plain else {})}
         titles = 'pycocotools', *(key.upper() for key in parts['boxes'])
@@ -164,12 +166,30 @@ def score_files(configs: Sequence[EvalConfig], load_model: Callable[[Path, torch
     scores: list[Score] = []
     with run_folder(configs[0]) as folder:
         try:
-            for config in _apart(configs, folder):
+            for config in _at_one_size(_apart(configs, folder), load_model):
                 scores.append(score_file(config, load_model, resample=True))
         finally:  # also for the files before one that does not fit
             if folder and len(scores) > 1:
                 LOGGER.log(RESULT, f'\n{write_several(folder, scores, configs[0])}\n')
                 finish(report=folder / 'report.md')
+
+
+def _at_one_size(configs: Sequence[EvalConfig], load_model: Callable[..., Any]) -> Sequence[EvalConfig]:
+    """Without --imgsz, let all files have the size for which some were exported or quantized: another one changes AP more than INT8 does."""
+    if configs[0].imgsz:
+        return configs
+    made_for: dict[Any, Path] = {}
+    for config in configs:
+        with suppress(QatError):  # raised when it is its turn
+            model = load_model(config.weights, select_device(config.device), config.backend)
+            made_for[model.imgsz or model.quantized_for] = config.weights
+    sizes = sorted(size for size in made_for if size)
+    texts = [f'{height} x {width} ({made_for[height, width]})' for height, width in sizes]
+    if len(sizes) > 1:
+        LOGGER.warning(f'scored at different image sizes, which changes AP: {", ".join(texts)}; --imgsz gives one')
+    elif sizes and None in made_for:
+        LOGGER.info(f'all are scored at {texts[0]}; --imgsz takes another size')
+    return [replace(config, imgsz=sizes[0]) for config in configs] if len(sizes) == 1 else configs
 
 
 def _apart(configs: Sequence[EvalConfig], folder: Path | None) -> Sequence[EvalConfig]:
@@ -203,11 +223,14 @@ def score_file(
             given = (config.backend,) if config.backend else None
             _, backend = backends_for((config.weights, config.baseline), given)
             baseline = load_model(config.baseline, device, backend)
+            if not (config.imgsz or predict.imgsz or predict.quantized_for):
+                config = replace(config, imgsz=baseline.imgsz or baseline.quantized_for)
         exported = isinstance(predict, FileModel)
         config = config.for_model(predict)
         if baseline:
             _require_alike(predict, baseline, config)
-        data, square = predict.task.load_data(config.data, predict), config.square or exported
+        data = predict.task.load_data(config.data, predict, names_from=config.names_from)
+        square = config.square or exported
         loader = Loaders(data, config, predict.stride, shard=(rank(), world_size())).scored(square)
         require_annotations(data, loader.dataset.im_files)
 
@@ -224,6 +247,8 @@ def score_file(
 
         predictions = folder / 'predictions.json' if config.save_json else None
         metrics = scored(predict, 'evaluating', annotations=data.annotations, predictions_file=predictions)
+        if nothing := finds_nothing(metrics.plain()):
+            LOGGER.warning(f'{config.weights}: {nothing}')
         before = scored(baseline, 'evaluating the baseline') if baseline else None
         score = Score(config, folder, device, seen, metrics, before)
         if exported:
@@ -231,12 +256,12 @@ def score_file(
 
             following = after_scoring(config.weights, config.imgsz, config.backend)
         elif predict.recipe:
-            include = TARGETS[target_of_recipe(predict.recipe).name].exports
+            include = TARGETS[target_of_recipe(predict.recipe).name].include
             following = export_command(config.weights, config.imgsz, include)
         else:
-            size = typed_sides(config.imgsz)
+            size, names = typed_sides(config.imgsz), ['--names-from', config.names_from] * bool(config.names_from)
             following = command(
-                'qat.py', 'quantize', '--weights', config.weights, '--data', config.data, '--imgsz', *size
+                'qat.py', 'quantize', '--weights', config.weights, '--data', config.data, *names, '--imgsz', *size
             )
         on_first(write_scores)(score, following)
     LOGGER.info('  '.join(f'{k} {v} ms' for k, v in metrics.ms_per_image.items()) + ' per image')

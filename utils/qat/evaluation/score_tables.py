@@ -9,6 +9,8 @@ from utils.qat.core.files import write_picture
 from utils.qat.core.text import literal, markdown_table
 
 MOST = 80  # classes in a picture
+NOTHING = 0.001  # AP or top-1 of a model that does not know the objects
+FINDS_NOTHING = 'finds nothing here: check classes, image size, preprocessing'
 
 
 def task_in(*metrics: dict[str, Any] | None) -> Task:
@@ -25,6 +27,11 @@ def score_keys(metrics: dict[str, Any] | None) -> tuple[str, ...]:
 def is_scored(metrics: dict[str, Any] | None) -> bool:
     """Tell whether plain metrics have scores."""
     return metrics is not None and score_keys(metrics)[0] in metrics
+
+
+def finds_nothing(metrics: dict[str, Any] | None) -> str:
+    """Return the advice for plain metrics of a model to which these images mean nothing, so that no difference from it does; else ''."""
+    return FINDS_NOTHING * bool(metrics and is_scored(metrics) and merit(metrics) < NOTHING)
 
 
 def merit_title(*metrics: dict[str, Any] | None) -> str:

@@ -18,6 +18,8 @@ READS = {  # operator → its least number of inputs
     **dict.fromkeys((*QDQ, *WEIGHTED), 2),
 }
 
+INVALID = DecodeError, onnx.checker.ValidationError, OSError, RuntimeError, ValueError, TypeError, ArithmeticError
+
 
 def load(path: str | Path) -> onnx.ModelProto:
     """Read an ONNX file that ONNX accepts and that computes something."""
@@ -93,8 +95,8 @@ def _reading(path: str | Path) -> Iterator[None]:
     """Convert ONNX's errors for an invalid file to a QatError."""
     try:
         yield
-    # ValueError and TypeError: the weights are in another file, which is incomplete
-    except (DecodeError, onnx.checker.ValidationError, OSError, ValueError, TypeError, OverflowError, MemoryError) as e:
+    # ValueError and TypeError: the weights are in another file, which is incomplete; RuntimeError: its name is too long
+    except (*INVALID, MemoryError) as e:
         raise QatError(
             f'{path}: no valid ONNX file ({(str(e).strip().splitlines() or [type(e).__name__])[0][:300]}); write it with export_qat.py'
         ) from e

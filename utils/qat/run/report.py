@@ -18,6 +18,7 @@ from utils.qat.core.text import code, escaped, image, link, markdown_table
 from utils.qat.evaluation.chance import EXPLAINED, boxes_and_masks, in_points, in_words, points_lost, within_chance
 from utils.qat.evaluation.score_tables import (
     difference_cells,
+    finds_nothing,
     is_scored,
     merit_title,
     plot_classes,
@@ -180,6 +181,8 @@ def headline(report: dict[str, Any]) -> str:
     file = f'{DELIVERED} is the model to export'
     if not is_scored(metrics):
         return f'The INT8 model was not scored; {file}.'
+    if nothing := finds_nothing(report.get('origin')):
+        return f'The float model {nothing}; what INT8 costs is not known.'
     title = merit_title(metrics)
     ap = f'{title} {score_cells(metrics)[0]}' + (f' (masks {metrics["mask"]["ap"]:.4f})' if 'mask' in metrics else '')
     if 'against_float' not in metrics:
@@ -198,6 +201,8 @@ def headline(report: dict[str, Any]) -> str:
 
 def conclusions(report: dict[str, Any]) -> list[str]:
     """State how much INT8 and fine-tuning change AP, whether chance explains it, and how the best was chosen."""
+    if finds_nothing(report.get('origin')):
+        return [headline(report)]
     best = report['best']
     on_val = (report['val'] or {}).get('best')
     against, gain = (on_val or best or report['ptq']).get('against_float'), report['gain']
@@ -221,7 +226,7 @@ def conclusions(report: dict[str, Any]) -> list[str]:
 def export_of_run(folder: Path, report: dict[str, Any]) -> str:
     """Make the command that exports the checkpoint of a finished run to the file of its target."""
     settings = report['settings']
-    return export_command(folder / DELIVERED, settings['imgsz'], TARGETS[settings['target']].exports)
+    return export_command(folder / DELIVERED, settings['imgsz'], TARGETS[settings['target']].include)
 
 
 def calibration_text(calibration: dict[str, Any]) -> str:
@@ -254,9 +259,10 @@ def _pictures(folder: Path, report: dict[str, Any]) -> list[str]:
     return shown
 
 
-def write_report(folder: Path, report: dict[str, Any], pictures: bool = True) -> None:
-    """Write report.json, report.md and, with `pictures`, its pictures, also for an unfinished run."""
-    write_json(folder / 'report.json', report)
+def write_report(folder: Path, report: dict[str, Any], finished: bool = True) -> None:
+    """Write report.json and report.md, and for a finished run its pictures; that of an unfinished one says so, and how to go on."""
+    write_json(folder / 'report.json', {**report, 'finished': finished})
+    following = export_of_run(folder, report) if finished else repeated('qat.py', 'quantize', '--resume', folder)
     settings = report['settings']
     scored = any(map(is_scored, (report['origin'], report['ptq'], *report['epochs'])))
     seen = f'; scored {task_in(report["origin"], report["ptq"]).seen_as(settings["imgsz"], False)}' if scored else ''
@@ -267,10 +273,10 @@ def write_report(folder: Path, report: dict[str, Any], pictures: bool = True) ->
         folder / 'report.md',
         f'{Path(settings["weights"]).name} in INT8',
         [
-            f'**{escaped(headline(report))}**',
+            f'**{escaped(("" if finished else "Interrupted, or not over yet. ") + headline(report))}**',
             escaped(f'Images: {images}{seen}. Computed on {report["device"]}.'),
             *([run_table(report), escaped(' '.join(conclusions(report)))] if report['ptq'] and scored else []),
-            *(_pictures(folder, report) if pictures else []),
+            *(_pictures(folder, report) if finished else []),
             *(['## Calibration', calibration_text(report['calibration'])] if report['calibration'] else []),
             *[escaped(f'Left in float: {", ".join(report["kept_float"])}.')] * bool(report['kept_float']),
             *[escaped(f'Activation functions that stayed: {", ".join(report["kept_activations"])}.')]
@@ -281,7 +287,7 @@ def write_report(folder: Path, report: dict[str, Any], pictures: bool = True) ->
             *(['## Machine', machine_table(report['machine'])] if 'machine' in report else []),
             '## Made by',
             code(repeated('qat.py', 'quantize', *typed_words(settings, QuantizeConfig))),
-            *closing(settings, QuantizeConfig, report['versions'], export_of_run(folder, report) if made else None),
+            *closing(settings, QuantizeConfig, report['versions'], following if made else None),
         ],
     )
 

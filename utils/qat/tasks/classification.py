@@ -39,7 +39,7 @@ class Classification(Task):
         """Tell whether `path` is a folder; Path.is_dir raises an error for a name that is too long."""
         return os.path.isdir(path)
 
-    def load_data(self, file: Path, model: Any, flag: str = '--data') -> Any:
+    def load_data(self, file: Path, model: Any, flag: str = '--data', names_from: str | None = None) -> Any:
         from utils.qat.data.image_folders import load_image_folders
 
         if not file.is_dir():

@@ -39,14 +39,16 @@ class Detection(Task):
         """Tell whether `path` is a file; Path.is_file raises an error for a name that is too long."""
         return os.path.isfile(path)
 
-    def load_data(self, file: Path, model: Any, flag: str = '--data') -> Any:
-        from utils.qat.data.dataset import load_data
+    def load_data(self, file: Path, model: Any, flag: str = '--data', names_from: str | None = None) -> Any:
+        from utils.qat.data.dataset import images_alone, load_data
 
-        if file.is_dir():
+        if any(child.is_dir() for child in file.glob('train/*')):  # a folder for each class
             raise QatError(
-                f'{flag} {file}: a folder, and the model is no classifier ({model.kind}); it takes {self.takes}'
+                f'{flag} {file}: a folder, and the model is no classifier ({model.kind}); it takes {self.takes}, or to calibrate one folder of images'
             )
-        return load_data(file, model.nc, flag, self.masks)
+        if file.is_dir():
+            return images_alone(file, model.names or {}, flag)
+        return load_data(file, model.nc, flag, self.masks, model.names, names_from)
 
     def require_labels(self, file: Path) -> None:
         from utils.qat.data.dataset import load_data
@@ -58,7 +60,7 @@ class Detection(Task):
         """Open the val images of a data YAML, letterboxed to `imgsz` as in `qat.py eval --square`."""
         from utils.qat.data.loaders import labelled_images
 
-        data = self.load_data(Path(config.data or ''), model)
+        data = self.load_data(Path(config.data or ''), model, names_from=config.names_from)
         return Labelled(labelled_images(data, config, model, imgsz), data.names)
 
     def seen_as(self, imgsz: Sequence[int], square: bool) -> str:

@@ -6,6 +6,7 @@ import datetime
 from typing import TYPE_CHECKING, Any
 
 from utils.qat.core.errors import QatError
+from utils.qat.core.log import LOGGER
 from utils.qat.core.text import is_printable
 
 if TYPE_CHECKING:
@@ -43,12 +44,28 @@ def class_names(names: Any, source: str) -> dict[int, str]:
     return names
 
 
+def fitting(names: dict[int, str], nc: int | None, source: str) -> dict[int, str]:
+    """Return the names of `nc` classes (None: of any number); other numbers of names tell nothing of any class, so they become numbers."""
+    if nc in (None, len(names)):
+        return names
+    LOGGER.warning(f'{source}: {len(names)} names for {nc} classes, so they are left out; its classes have numbers')
+    return {i: str(i) for i in range(nc or 0)}
+
+
+def require_colours(channels: object, source: str) -> None:
+    """Raise QatError, which begins with `source`, for a model that takes another number of channels than 3."""
+    if isinstance(channels, int) and channels != 3:
+        raise QatError(f'{source}: takes {channels} channel{"s" * (channels > 1)}; only 3 are supported (RGB)')
+
+
 def require_names(model: nn.Module, source: str) -> None:
     """Check the names of a loaded model's classes and layers, and keep its class names as a map from 0..n-1.
 
     Raises QatError, which begins with `source`, if a name is too long or not printable.
     """
-    model.names = class_names(model.names, source)  # upstream's attribute
+    layers: Any = getattr(model, 'model', None)
+    nc = getattr(layers[-1], 'nc', None) if layers is not None else None
+    model.names = fitting(class_names(model.names, source), nc, source)  # upstream's attribute
     for path, _ in (*model.named_modules(), *model.named_parameters(), *model.named_buffers()):
         if not all(map(is_name, path.split('.'))):
             raise QatError(

@@ -16,7 +16,7 @@ from utils.qat.core.log import LOGGER
 from utils.qat.untrusted.torch_archive import AGAIN
 
 ZIP = b'PK\3\4'  # start of files that PyTorch has written since 1.6
-SAFE = 2, 6  # the first PyTorch whose weights_only runs nothing of older files: CVE-2025-32434
+SAFE = 2, 10  # the first PyTorch whose weights_only runs nothing: CVE-2025-32434 (2.6), GHSA-63cw-57p8-fm3p (2.10)
 
 
 def network_of(weights: Path) -> str | None:

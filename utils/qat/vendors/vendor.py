@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from importlib.util import find_spec
 from typing import Literal
 
 from utils.qat.core.errors import QatError
@@ -24,7 +23,6 @@ class Target:
     title: str  # of the engine in texts
     placement: str = ''  # difference from the Q/DQ placement of the default target, for `-h`
     include: str = 'onnx'  # its kind of file
-    package: str = ''  # writes that file, and is installed by hand
     graph: str = (
         'utils.qat.vendors.tensorrt.graph'  # has `finish`, its last pass over an ONNX graph, and RULES of its audit
     )
@@ -44,11 +42,6 @@ class Target:
     in_openvino_classes: str = ''  # likewise for a classifier's file
     simulated_in: tuple[str, ...] = ()  # backends that compute INT8 convolutions of its files in float
     multiple: int = 1  # its INT8 kernels want widths that are a multiple of this, see graph/padding.py
-
-    @property
-    def exports(self) -> str:
-        """Its kind of file, or ONNX where the package is missing."""
-        return self.include if not self.package or find_spec(self.package) else 'onnx'
 
     def places_as(self, other: Target) -> bool:
         """Tell whether places and ranges of Q/DQ are the same as for `other`."""

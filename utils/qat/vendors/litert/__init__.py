@@ -17,7 +17,6 @@ TARGET = replace(
     title='LiteRT',
     placement='as onnxruntime, a scale for each addend of an Add',
     include='litert',
-    package='litert_torch',
     add_policies={'both': 'each', 'residual': 'each'},
     only_here='TensorRT reads no zero points, and in OpenVINO the file is slower',
 )

@@ -97,6 +97,10 @@ def _whole(file: Path) -> Path:
             raise QatError(
                 f"{file}: no model of OpenVINO's (it does not begin with <net>); write one with export_qat.py --include openvino"
             )
+    try:
+        file.read_text(encoding='utf-8')
+    except UnicodeDecodeError as e:
+        raise QatError(f'{file}: not UTF-8, from byte {e.start} on; write it again with export_qat.py') from e
     weights = file.with_suffix('.bin')
     if not weights.is_file():
         raise QatError(

@@ -36,7 +36,7 @@ from models.deploy.formats.format import Export, Format, Written, size_of
 from models.deploy.formats.onnx import FORMAT as ONNX
 from models.deploy.formats.onnx import typed_half
 from utils.qat.backends.file_model import FileModel
-from utils.qat.core.files import atomic, require_own, write_text
+from utils.qat.core.files import MADE_BY, atomic, write_text
 from utils.qat.core.log import LOGGER
 from utils.qat.graph.onnx_graph import shape_of
 from utils.qat.vendors.openvino.model import load_openvino, write_ir
@@ -133,9 +133,13 @@ class OpenVINOFormat(Format):
         load_openvino(f'--include {self.name}')
 
     @override
+    def paths(self, export: Export, path: Path) -> list[Path]:
+        folder = folder_of(path)
+        return [path, path.with_suffix('.bin'), folder / path.name, folder / f'{path.stem}.bin', folder / METADATA]
+
+    @override
     def write(self, export: Export, path: Path) -> Written:
         metadata = metadata_yaml(export.written['onnx'].path, path.stem)
-        require_own(folder_of(path) / METADATA, metadata)
         written = self.converted(export, path)
         images = '' if export.predict.task.boxes else ', which normalizes no images: for it take onnx_end2end'
         line = f'-> {write_folder(path, metadata)}, the same for Ultralytics{images}'
@@ -148,6 +152,8 @@ class OpenVINOFormat(Format):
         graph = onnx.load(source.path)
         with atomic_pair(path) as tmp:
             write_ir(graph, tmp)  # which rewrites its Q/DQ; inputs, and NMS behind the predictions, stay
+            with tmp.with_suffix('.bin').open('ab') as made:
+                made.write(MADE_BY.encode())  # behind the weights, where nothing points to
             session = OpenVINO(tmp, CPU)
             self.compare(session, export, graph)
         takes = 'any batch' if config.dynamic else f'batch {config.batch_size} only; any with --dynamic'

@@ -37,6 +37,10 @@ class OpenVINOEnd2end(OpenVINOFormat):
         super().require(export)
 
     @override
+    def paths(self, export: Export, path: Path) -> list[Path]:
+        return [path, path.with_suffix('.bin')]
+
+    @override
     def write(self, export: Export, path: Path) -> Written:
         return self.converted(export, path)
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 from typing_extensions import override
 
-from utils.qat.backends.pytorch import TorchModel
+from utils.qat.backends.pytorch import TorchModel, stride_of
 from utils.qat.config.settings import require_multiples
 from utils.qat.vendors.measured import Conditions, Inputs, Measured, Measurement, ModelFile
 from utils.qat.vendors.vendor import SIMULATED
@@ -56,7 +56,7 @@ class MeasuredPyTorch(Measured):
     @override
     def prepare(self, inputs: Inputs) -> None:
         for _, (*_, height, width) in inputs.values():
-            require_multiples((height, width), int(max(self.model.stride)))
+            require_multiples((height, width), stride_of(self.model))
         super().prepare({name: (self.dtype, shape) for name, (_, shape) in inputs.items()})
 
     @override

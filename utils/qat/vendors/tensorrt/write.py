@@ -6,6 +6,7 @@ strongly typed by default, from 2.13 on always (TensorRT 11). So the types of th
 
 from __future__ import annotations
 
+import zipfile
 from collections.abc import Callable, Sequence
 from importlib.util import find_spec
 from pathlib import Path
@@ -20,7 +21,7 @@ from models.deploy.formats.format import Export, Format, Written, size_of
 from utils.qat.config.export import TORCH_TENSORRT_FILES
 from utils.qat.core.command import command
 from utils.qat.core.errors import QatError, check, one_line
-from utils.qat.core.files import atomic
+from utils.qat.core.files import MADE_BY, atomic
 from utils.qat.core.log import LOGGER
 from utils.qat.vendors.load import open_file
 from utils.qat.vendors.tensorrt.engine.api import load_tensorrt, product
@@ -143,6 +144,10 @@ class TorchTensorRTFormat(Format):
         export.target.require_tensorrt(FLAG, export.zero_points)
 
     @override
+    def paths(self, export: Export, path: Path) -> list[Path]:
+        return [path.with_name(path.stem + TORCH_TENSORRT_FILES[kind]) for kind in export.config.formats]
+
+    @override
     @torch.no_grad()
     def write(self, export: Export, path: Path) -> Written:
         LOGGER.info('compiling with Torch-TensorRT: some minutes')
@@ -153,7 +158,7 @@ class TorchTensorRTFormat(Format):
         images = reference.images
         smallest, largest = (1 if config.dynamic else batch, 3, *imgsz), (batch, 3, *imgsz)
         settings = compile_settings(tt, device, smallest, largest, config.workspace, path)
-        files = {kind: path.with_name(path.stem + TORCH_TENSORRT_FILES[kind]) for kind in config.formats}
+        files = dict(zip(config.formats, self.paths(export, path)))
         found: dict[Path, str] = {}
 
         def agree(file: Path, ours: Any) -> None:
@@ -170,6 +175,8 @@ class TorchTensorRTFormat(Format):
                     # an example, of which the batch axis stays open; torch.jit.trace takes tensors alone
                     example = settings['arg_inputs'] if kind == 'ep' else [images]
                     tt.save(compiled, str(tmp), output_format=how, arg_inputs=example)
+                    with zipfile.ZipFile(tmp, 'a') as archive:
+                        archive.comment = MADE_BY.encode()
                     loaded = tt.load(str(tmp))
                     agree(files[kind], (loaded.module() if kind == 'ep' else loaded)(images))
             if 'engine' in files:

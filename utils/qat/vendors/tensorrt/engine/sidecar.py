@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from utils.qat.core.command import command
 from utils.qat.core.errors import QatError, one_line
-from utils.qat.core.files import sha256, write_json
+from utils.qat.core.files import MADE_BY, sha256, write_json
 from utils.qat.untrusted.json_schema import INDEX, NONE, anything, misfit, read_json
 
 if TYPE_CHECKING:
@@ -81,6 +81,7 @@ def write_entries(engine: Path, product: str, **entries: Any) -> dict[str, Any]:
     """Write the sidecar of an engine: its source (`onnx`, or `weights` by Torch-TensorRT), inputs and settings."""
     content = {
         'sidecar': VERSION,
+        'description': MADE_BY,
         'built_by': product,
         'gpu': this_gpu(),
         'bytes': engine.stat().st_size,

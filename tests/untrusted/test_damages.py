@@ -322,7 +322,6 @@ FOREIGN = {
         )
     },
     'a list': of_model(lambda model: [model]),
-    'a bare model': of_model(lambda model: model),
     'a state dict': of_model(lambda model: {'model': model.state_dict()}),
     'a state dict alone': of_model(lambda model: model.state_dict()),
     'another module': lambda _: saved({'model': torch.nn.Conv2d(3, 3, 1)}),

@@ -447,20 +447,20 @@ AS_EVAL = '--conf-thres', 0.001, '--iou-thres', 0.7, '--topk-all', 300
 
 
 @pytest.mark.parametrize('kind', [('onnx',), ('onnx_end2end', *AS_EVAL)], ids=['plain', 'with NMS'])
-def test_ap_is_the_same(small, tmp_path, kind):
+def test_ap_is_the_same(demo, tmp_path, kind):
     files = []
     for name, words in (('plain', ['--no-pad']), ('pad', [])):
         weights = tmp_path / f'{name}.pt'
-        weights.write_bytes(small.quantized.read_bytes())
+        weights.write_bytes(demo.quantized.read_bytes())
         said = command('export_qat.py', '--weights', weights, '--imgsz', 128, *words, '--include', *kind)
         assert ('widths padded to multiples of 32' in said) == (not words)
         [file] = tmp_path.glob(f'{name}*.onnx')
         files.append(file)
-    given = '--data', small.data, '--project', tmp_path, '--device', 'cpu', '--workers', 0
+    given = '--data', demo.data, '--project', tmp_path, '--device', 'cpu', '--workers', 0
     said = command('qat.py', 'eval', '--weights', *files, *given)
     assert said.count('widths of this file are padded for TensorRT, which costs ONNX Runtime time') == 1
     plain, pad = json.loads((tmp_path / 'exp/metrics.json').read_text())['models']
-    assert plain['ap'] > 0.02
+    assert plain['ap'] > 0.2
     assert_by_chance(pad['against_first'])
 
 

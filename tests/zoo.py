@@ -140,17 +140,18 @@ def output(model, images):
     return tensors(model(images))
 
 
-# The largest share_of_float of one INT8 model in two engines. With random last bits (2 ** -22 of the largest value) behind each convolution
-# `small` had up to 0.05 and `demo_seg` 0.6, where every image rounds otherwise somewhere. The float model has 1.
-FLIPS = 0.8
+# The largest share_of_float of one INT8 model in two engines: halfway to the float model, which has 1. PyTorch against PyTorch with
+# `other_last_bits` had at most 0.06, in 50 runs of each network of test_int8_is_not_float. It is for networks of few layers and images of SIZE:
+# others round otherwise somewhere in every image, and had up to 0.7 (demo_seg, 160 pixels) and 1 (demo, 128 pixels).
+FLIPS = 0.5
 
 
 def share_of_float(found, wanted, floating):
     """How far `found` is from `wanted`, outputs of INT8 models for the same images, as a share of how far the float model's `floating` are.
 
     A value between two steps rounds either way, by last bits that are others on each CPU, and one such flip can move an image as far as
-    quantization does. So no limit holds for one image: this is the lower quartile over the images, of the part (boxes, scores, ...) where it
-    is largest.
+    quantization does. So no limit holds for one image: this is the median over the images, of the part (boxes, scores, ...) where it is
+    largest.
     """
 
     def distances(outputs):
@@ -159,16 +160,33 @@ def share_of_float(found, wanted, floating):
         errors = [output_differences(ours, theirs) for ours, theirs in zip(images, right, strict=True)]
         return torch.tensor([list(of_image.values()) for of_image in errors])
 
-    return (distances(found) / distances(floating)).quantile(0.25, 0).max().item()
+    return (distances(found) / distances(floating)).median(0).values.max().item()
 
 
-def assert_same_ap(first, second):
-    """Chance explains the difference of AP of two Metrics of the same images (`resample=True`), of masks too.
+def assert_by_chance(found):
+    """Chance explains a `difference` of AP, of masks too, or of a classifier's top-1.
 
     Twice the 95 % interval are four standard deviations: one would fail on every twentieth CPU, each of which rounds otherwise.
     """
-    for found in boxes_and_masks(difference(first.resampled, second.resampled)):
-        assert abs(found['difference']) <= 2 * found['chance'], found
+    for part in boxes_and_masks(found):
+        assert abs(part['difference']) <= 2 * part['chance'], found
+
+
+def assert_same_ap(first, second):
+    """Chance explains the difference of two Metrics of the same images (`resample=True`)."""
+    assert_by_chance(difference(first.resampled, second.resampled))
+
+
+def assert_verdicts(said, *verified):
+    """A file is kept or not by its figures in .verify.json, `verified`, and export_qat.py says so.
+
+    INT8 in two engines is two samples of one noise. On a few images it may exceed limits that are for many, so the exit code is 0 or 1.
+    """
+    beyond = [bool(content['above_limits']) for content in verified]
+    assert [said.count(f': {word}\n') for word in ('kept', 'exceeded')] == [beyond.count(False), beyond.count(True)], (
+        said
+    )
+    assert said.count('The file stays') == beyond.count(True)
 
 
 def state(model):
@@ -203,7 +221,7 @@ def program(file):
 def command(file, *arguments, code=0):
     """Run `python FILE ARGUMENTS...`, a command of ours, in this process, which saves its start; returns stdout + stderr.
 
-    Fails unless it exits with `code`.
+    Fails unless it exits with `code`, or one of several.
     """
     said = io.TextIOWrapper(io.BytesIO(), 'utf-8', write_through=True)
     before, argv = os.getcwd(), [str(a) for a in arguments]
@@ -218,7 +236,7 @@ def command(file, *arguments, code=0):
             LOGGER.removeHandler(handler)
             handler.close()
     text = said.buffer.getvalue().decode()
-    assert met == code, f'{file} {argv}: exit code {met}\n{text[-3000:]}'
+    assert met in (code if isinstance(code, tuple) else (code,)), f'{file} {argv}: exit code {met}\n{text[-3000:]}'
     return text
 
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import dataclass
 from typing import Any
@@ -90,13 +91,13 @@ def output_differences(ours: Any, theirs: Any, engine: str = 'ONNX Runtime') -> 
     return {name: ((ours[name] - theirs[name]).norm() / theirs[name].norm()).item() for name in theirs}
 
 
-def rounding_noise(model: nn.Module, images: torch.Tensor, theirs: Any, last_bits: float, seed: int) -> float:
-    """Randomize the last bits of each convolution's output, and return the largest relative error of the model's outputs.
+@contextmanager
+def other_last_bits(model: nn.Module, last_bits: float, seed: int) -> Iterator[None]:
+    """Within this context, each convolution's output has other last bits, at random, as other kernels give them.
 
-    `model` is in the form of `traceable_copy`, and `theirs` are its outputs without the change. `last_bits` is the largest change,
-    relative to the largest output of a convolution.
+    `last_bits` is the largest change, relative to the largest output of a convolution.
     """
-    generator = torch.Generator(images.device).manual_seed(seed)
+    generator = torch.Generator(next(model.parameters()).device).manual_seed(seed)
 
     def round_otherwise(conv: nn.Module, inputs: tuple[torch.Tensor, ...], result: torch.Tensor) -> torch.Tensor:
         noise = 2 * torch.rand(result.shape, generator=generator, device=result.device) - 1
@@ -104,11 +105,19 @@ def rounding_noise(model: nn.Module, images: torch.Tensor, theirs: Any, last_bit
 
     hooks = [m.register_forward_hook(round_otherwise) for m in model.modules() if isinstance(m, torch.nn.Conv2d)]
     try:
-        moved = output_differences(model(images), theirs)
+        yield
     finally:
         for hook in hooks:
             hook.remove()
-    return max(moved.values())
+
+
+def rounding_noise(model: nn.Module, images: torch.Tensor, theirs: Any, last_bits: float, seed: int) -> float:
+    """Return the largest relative error of the model's outputs with `other_last_bits`.
+
+    `model` is in the form of `traceable_copy`, and `theirs` are its outputs without the change.
+    """
+    with other_last_bits(model, last_bits, seed):
+        return max(output_differences(model(images), theirs).values())
 
 
 class Reference:

@@ -12,16 +12,26 @@ import torch
 from faults import sampled
 from graphs import assert_same_outputs, copy, dims, graph_of, metadata, run_onnx, unread
 from onnx import TensorProto, numpy_helper
-from segmenters import CLASSES, NM, segmenter
-from zoo import FLIPS, command, image, output, same, share_of_float, state
+from segmenters import CLASSES, NM, SEGMENTERS, segmenter
+from zoo import FLIPS, SIZE, command, image, output, same, share_of_float, state, tensors
 
 from models.deploy import agreement
-from models.deploy.agreement import LIMITS, made_images, output_differences, traceable_copy
+from models.deploy.agreement import (
+    LAST_BITS,
+    LIMITS,
+    Reference,
+    made_images,
+    other_last_bits,
+    output_differences,
+    traceable_copy,
+)
 from models.deploy.formats.onnx import export_onnx
 from models.quantize.blocks import QuantConv2d
 from models.quantize.quantizers import named_quantizers, quantizers_off
+from utils.qat.backends.pytorch import TorchModel
 from utils.qat.core.errors import QatError
 from utils.qat.graph import onnx_graph, passes
+from utils.qat.vendors.load import open_file
 
 # ---- whole models -------------------------------------------------------------------------------------------------------
 
@@ -89,16 +99,14 @@ def test_every_law_on_every_export(small, tmp_path, head, kind, options):
     assert not masks or 0.9 * weights < file.stat().st_size < 1.5 * weights + 2e5, 'each weight is there once'
 
     # what it computes
-    limit = LIMITS['INT8' if quantized else 'float', 'FP16' if options.get('half') else 'FP32']
+    typing = 'FP16' if options.get('half') else 'FP32'
     for n in (1, 3) if options.get('dynamic') else (batch,):
-        noise = torch.rand(n, 3, height, width, generator=torch.Generator().manual_seed(n))
-        images = made_images(n, (height, width)) if masks else noise
-        ours = [torch.from_numpy(out) for out in run_onnx(file, {'images': images.numpy()})]
-        theirs = output(traceable_copy(model), images)
-        figures = output_differences(*(tuple(found) if masks else found[0] for found in (ours, theirs)))
-        assert max(figures.values()) <= (done.limit if masks else limit), figures
-        scores = (ours[0] - theirs[0])[:, 4:]
+        reference = Reference(model, n, (height, width))
+        ours = [torch.from_numpy(out) for out in run_onnx(file, {'images': reference.images.numpy()})]
+        reference.require_agreement(tuple(ours) if masks else ours[0], 'ONNX Runtime', typing)
+        scores = (ours[0] - tensors(reference.outputs)[0])[:, 4:]
         assert quantized or masks or scores.abs().max() <= (2e-3 if options.get('half') else 1e-4)
+    limit = LIMITS['INT8' if quantized else 'float', typing]
     errors = list(done.errors.values())
     assert done.limit >= limit and max(errors) <= done.limit and (done.noise > 0) == quantized
     assert len(errors) == (4 if masks else 2)
@@ -153,13 +161,19 @@ def test_weights_are_integers_but_for_tensorrt_8(small, tmp_path):
     assert np.array_equal(*(run_onnx(graph, images)[0] for graph in graphs.values()))
 
 
-def test_int8_is_not_float(small, exports):
-    """ONNX Runtime is nearer to the quantized model than the float model is."""
-    model, images = small.quantized_model(), image(batch=16)
-    ours = [torch.from_numpy(out) for out in run_onnx(exports / 'int8.onnx', {'images': images.numpy()})]
+@pytest.mark.parametrize('head', [DETECTOR, *SEGMENTERS])
+def test_int8_is_not_float(small, tmp_path, head):
+    """ONNX Runtime, and PyTorch on CPUs of other last bits, are nearer to the quantized model than the float model is."""
+    model = small.quantized_model() if head == DETECTOR else segmenter(head, quantized=True)
+    images, predict = image(batch=16), TorchModel(model)
+    wanted = predict(images)
     with quantizers_off(model):
-        floating = output(model, images)[:1]
-    assert share_of_float(ours, output(model, images)[:1], floating) < FLIPS
+        floating = predict(images)
+    export_onnx(model, tmp_path / 'model.onnx', (SIZE, SIZE), dynamic=True)
+    assert share_of_float(open_file(tmp_path / 'model.onnx')(images), wanted, floating) < FLIPS
+    for seed in range(5):
+        with other_last_bits(model, LAST_BITS['FP32'], seed):
+            assert share_of_float(predict(images), wanted, floating) < FLIPS
 
 
 @pytest.mark.parametrize(

@@ -35,8 +35,8 @@ from utils.qat.core.log import unshown
 from utils.qat.data.dataset import load_data
 from utils.qat.data.loaders import Loaders, channels_last
 
-FP32_SUMS = 1e-6  # relative: the same values, summed in batches of other sizes
 BATCHES = [channels_last(image(96, 2, seed)) for seed in range(3)]  # as a TorchModel lays them
+ONE_BY_ONE = torch.cat(BATCHES).split(1)  # in batches of one shape, whose INT8 values are the same bit for bit
 
 
 @torch.no_grad()
@@ -160,11 +160,18 @@ def test_one_odd_image_does_not_decide(small):
     totals, weights = mine.divergence_sums(raw, 16)
     typical = typical_divergence(model, [images], [raw])
     assert typical == pytest.approx((totals.prod() ** 0.25 / weights.mean()).item(), rel=1e-6)
-    in_parts = typical_divergence(model, images.split(2), raw_maps(reference, images.split(2)))
-    assert in_parts == pytest.approx(typical, rel=1e-3), 'whatever the batches'
 
 
-def calibrated(small, images=BATCHES, **changes):
+def test_batches_do_not_matter(small):
+    """For a float model: with INT8, other shapes may take other kernels, whose last bits round some values the other way."""
+    model, reference, images = small.float_model(), small.float_model(), image(64, 4, 5)
+    for branch in model.model[-1].cv3:
+        branch[-1].bias.data += 0.1
+    whole, parts = (typical_divergence(model, b, raw_maps(reference, b)) for b in ([images], images.split(2)))
+    assert parts == pytest.approx(whole, rel=1e-3) and whole > 0
+
+
+def calibrated(small, images=ONE_BY_ONE, **changes):
     model, reference, config = small.quantized_model(), small.float_model(), settings(**changes)
     found, method, corrected, _ = choose_calibration(
         model, reference, collect_histograms(model, BATCHES), images, config
@@ -172,7 +179,7 @@ def calibrated(small, images=BATCHES, **changes):
     return model, found, method, corrected
 
 
-def held_out(small, model, images=BATCHES):
+def held_out(small, model, images=ONE_BY_ONE):
     _, others = every_third(images)
     return typical_divergence(model, others, raw_maps(small.float_model(), others))
 
@@ -237,12 +244,12 @@ def test_no_alternative_is_better_than_the_choice(small, correcting):
     assert {*found} == {*CANDIDATES, *(name + CORRECTED for name in CANDIDATES if correcting)}
     assert len(set(found.values())) == len(found)
     kept = method + CORRECTED * corrected
-    assert kept == min(found, key=found.get) and held_out(small, best) == pytest.approx(found[kept], rel=FP32_SUMS)
+    assert kept == min(found, key=found.get) and held_out(small, best) == pytest.approx(found[kept], rel=1e-9)
     for name in CANDIDATES:
         model, alone, same_name, _ = calibrated(small, calib_method=name, bias_correction=correcting)
         # `found` has estimates of those that were dropped
-        assert same_name == name and min(alone.values()) >= found[kept] * (1 - FP32_SUMS)
-        assert name != method or alone[kept] == pytest.approx(found[kept], rel=FP32_SUMS)
+        assert same_name == name and min(alone.values()) >= found[kept] * (1 - 1e-9)
+        assert name != method or alone[kept] == pytest.approx(found[kept], rel=1e-9)
         assert same(state(model), state(best)) == (name == method), 'what a candidate changed is undone'
 
 
@@ -252,22 +259,20 @@ def biases(model):
 
 def test_a_correction_that_harms_is_not_kept(small):
     """It is fitted to far brighter images than it is compared on."""
-    kinds = (
-        torch.stack((20 * torch.cat(BATCHES), torch.cat(BATCHES), torch.cat(BATCHES)), 1).flatten(0, 1).split(6)
-    )  # every third one is bright
+    kinds = [x for one in ONE_BY_ONE for x in (20 * one, one, one)]  # every third one is bright
     model, found, method, corrected = calibrated(small, kinds, calib_method='mse')
     assert found['mse' + CORRECTED] > found['mse'] and method == 'mse' and not corrected
     assert same(biases(model), biases(small.float_model())), 'and taken back bit for bit'
-    assert held_out(small, model, kinds) == pytest.approx(found['mse'], rel=FP32_SUMS)
+    assert held_out(small, model, kinds) == pytest.approx(found['mse'], rel=1e-9)
 
 
-def test_a_correction_that_helps_is_kept(small):
-    """The ranges are so small that clipping shifts the mean."""
-    model, found, _, corrected = calibrated(small, calib_method='percentile', percentile=90.0)
+def test_a_correction_that_helps_is_kept(demo):
+    """The ranges are so small that clipping shifts the mean. `small` is another network on each CPU, on some of which that does not matter."""
+    model, found, _, corrected = calibrated(demo, calib_method='percentile', percentile=90.0)
     assert (
         corrected
         and found['percentile' + CORRECTED] < found['percentile']
-        and not same(biases(model), biases(small.float_model()))
+        and not same(biases(model), biases(demo.float_model()))
     )
 
 

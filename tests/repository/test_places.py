@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 from conftest import REPO, copy_upstream
-from zoo import program, quiet_upstream
+from zoo import assert_by_chance, program, quiet_upstream
 
 pytestmark = pytest.mark.faults
 
@@ -199,7 +199,16 @@ def job(place):
         ),
         'export': place.python('export_qat.py', '--weights', best, '--imgsz', 128),
         'eval': place.python(
-            'qat.py', 'eval', '--weights', best.with_suffix('.onnx'), *data, '--name', 'eval 值', home=place.home
+            'qat.py',
+            'eval',
+            '--weights',
+            best.with_suffix('.onnx'),
+            *data,
+            '--baseline',
+            best,
+            '--name',
+            'eval 值',
+            home=place.home,
         ),
         # upstream's own command, which wants a font
         'val': place.python(
@@ -229,7 +238,8 @@ def job(place):
 def test_the_job_is_done(job):
     report = json.loads((job.out / 'exp' / 'report.json').read_text(encoding='utf-8'))
     metrics = json.loads((job.out / 'eval 值' / 'metrics.json').read_text(encoding='utf-8'))
-    assert report['best']['ap'] > 0.2 and metrics['ap'] == pytest.approx(report['best']['ap'], abs=0.02)
+    assert report['best']['ap'] > 0.2 and metrics['ap'] > 0.2
+    assert_by_chance(metrics['against_baseline'])
     assert list(report['classes'].values()) == NAMES and str(job.out) in report['settings']['weights']
     assert NAMES[0] in job.said['val'] or 'all' in job.said['val']
     assert {p.name for p in (job.out / 'exp').iterdir()} == {

@@ -11,7 +11,7 @@ import torch
 from conftest import REPO
 from fresh import fresh
 from utils.general import coco80_to_coco91_class
-from zoo import command, holds, program, rows_of
+from zoo import assert_by_chance, assert_same_ap, assert_verdicts, command, holds, program, rows_of
 
 from labelled import boxes_of
 from models.quantize.checkpoint import CheckpointFile
@@ -39,9 +39,8 @@ def job(tmp_path_factory):
         program('demo/weights.py').build(REPO / 'demo/demo-weights.pt', folder / 'dual.pt')
     command('reparameterization.py', '--weights', folder / 'dual.pt', '--save', folder / 'single.pt')
     fresh(*quantize(folder, '--epochs', 2))
-    # 8 images: one box that changes sides moves AP; on a real set the figures agree to 0.1 points (README)
     verify = '--batch-size', 3, '--verify', data, '--max-ap-diff', 0.03
-    said = fresh('export_qat.py', '--weights', folder / BEST, '--imgsz', SIZE, *verify)
+    said = command('export_qat.py', '--weights', folder / BEST, '--imgsz', SIZE, *verify, code=(0, 1))
     (folder / 'export.txt').write_text(said)
     return folder
 
@@ -63,7 +62,6 @@ def scored(job):
     """Name → (what was said, metrics) of the job's best model, by each way of scoring it."""
     return {
         'pt': score(job, BEST, 'pt', '--batch-size', 4),
-        'square': score(job, BEST, 'square', '--square'),
         'onnx': score(job, BEST_ONNX, 'onnx'),
         'trt': score(job, BEST_ONNX, 'trt', '--save-json', by=['val_trt.py']),
     }
@@ -159,15 +157,17 @@ def test_val_trt_gives_the_figures_of_eval_on_the_same_file(job, scored):
     assert (job / 'eval/trt/predictions.json').read_text() == (job / 'eval/onnx/predictions.json').read_text()
 
 
-def test_onnx_scores_like_pytorch(scored):
-    in_onnx, in_pytorch = scored['onnx'][1], scored['square'][1]
-    assert abs(in_onnx['ap'] - in_pytorch['ap']) < 0.03
-    assert in_onnx['instances'] == in_pytorch['instances'] > 20
+def test_onnx_scores_like_pytorch(job):
+    _, found = score(job, BEST_ONNX, 'against', '--baseline', job / BEST)
+    assert_by_chance(found['against_baseline'])
+    assert found['instances'] == found['baseline']['instances'] > 20 and found['ap'] > 0.2
 
 
 def test_verify_writes_the_comparison_beside_the_file(job, scored):
     said, result = (job / 'export.txt').read_text(), json.loads((job / BEST).with_suffix('.verify.json').read_text())
-    assert result['images'] == 8 and result['above_limits'] == [] and result['limits']['ap'] == 0.03
+    assert result['images'] == 8 and result['limits']['ap'] == 0.03
+    assert_verdicts(said, result)
+    assert_by_chance(result['against_reference'])
     assert result['onnx']['sha256'] == hashlib.sha256((job / BEST_ONNX).read_bytes()).hexdigest()
     for text in (f'{result["reference"]["ap"]:.4f}', f'{result["matched"]:.2%}', 'limits: '):
         assert text in said
@@ -213,8 +213,10 @@ def test_end2end_files(job, scored):
     """One file is verified and evaluated; one is for TensorRT only, with a warning. No plain file stays."""
     shutil.copy(job / BEST, job / 'inside.pt')
     exported = 'export_qat.py', '--weights', job / 'inside.pt', '--imgsz', SIZE, '--include', 'onnx_end2end'
-    as_eval = '--conf-thres 0.001 --iou-thres 0.7 --topk-all 300 --batch-size 4'.split()
-    said = command(*exported, *as_eval, '--verify', job / 'data/data.yaml', '--max-ap-diff', 0.03)
+    as_eval = (
+        '--conf-thres 0.001 --iou-thres 0.7 --topk-all 300 --batch-size 3'.split()
+    )  # the batches of the plain file
+    said = command(*exported, *as_eval, '--verify', job / 'data/data.yaml', code=(0, 1))
     assert 'inside-end2end.onnx' in said and 'in ONNX Runtime as by torchvision' in said
     made = {f'inside-end2end.{suffix}' for suffix in ('onnx', 'verify.json', 'pbtxt')}
     assert {p.name for p in job.glob('inside*')} == {'inside.pt', *made}
@@ -222,7 +224,9 @@ def test_end2end_files(job, scored):
     for name in ('inside-end2end', 'num_dets', 'det_boxes', 'det_scores', 'det_classes'):
         assert f'name: "{name}"' in served
     result = json.loads((job / 'inside-end2end.verify.json').read_text())
-    assert result['above_limits'] == [] and result['boxes'] is None and result['settings']['topk_all'] == 300
+    assert_verdicts(said, result)
+    assert_by_chance(result['against_reference'])
+    assert result['boxes'] is None and result['settings']['topk_all'] == 300
     _, inside = score(job, 'inside-end2end.onnx', 'inside', by=['val_trt.py'])
     assert abs(inside['ap'] - scored['trt'][1]['ap']) < 1e-3 and inside['ap'] == result['other']['ap']
     assert not (job / 'eval/inside/predictions.json').exists(), 'val_trt.py writes them with --save-json only'
@@ -261,11 +265,19 @@ def test_upstream_val_and_detect_run_the_quantized_checkpoint(job):
     said = fresh('val.py', *given, *on_data)
     theirs = list(map(float, re.search(r'all +\d+ +\d+ +(\S+) +(\S+) +(\S+) +(\S+)', said).groups()))
     config = EvalConfig(weights, job / 'data/data.yaml', imgsz=int(SIZE), batch_size=4, workers=0)
-    model = AsUpstream(*CheckpointFile(weights).load_quantized())
-    ours = evaluate(model, Loaders(data, config, 32).scored(), data.names, torch.device('cpu'))
+    ours, of_run = (
+        evaluate(
+            kind(*CheckpointFile(weights).load_quantized()),
+            Loaders(data, config, 32).scored(),
+            data.names,
+            torch.device('cpu'),
+            resample=True,
+        )
+        for kind in (AsUpstream, TorchModel)
+    )
     assert theirs == pytest.approx([ours.precision, ours.recall, ours.ap50, ours.ap], abs=1e-3)
-    best = report_of(job / 'runs/exp')['best']
-    assert theirs[3] == pytest.approx(best['ap'], abs=0.02), 'on 8 images, a few roundings move AP by 0.003'
+    assert of_run.ap == report_of(job / 'runs/exp')['best']['ap']
+    assert_same_ap(of_run, ours)
     fresh('detect.py', *given, '--source', job / 'data/images/val', '--project', job / 'detect')
     assert len(list((job / 'detect/exp').glob('*.jpg'))) == 8
 

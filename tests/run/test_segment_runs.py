@@ -9,14 +9,13 @@ import pytest
 import torch
 from faults import sampled
 from fresh import fresh
-from zoo import FLIPS, assert_same_ap, command, program, share_of_float
+from zoo import assert_by_chance, assert_same_ap, assert_verdicts, command
 
 from models.deploy.formats.onnx import export_onnx
 from models.quantize.calibration.ptq import CANDIDATES, CORRECTED
 from models.quantize.quantizers import named_quantizers
 from utils.qat.backends.pytorch import TorchModel
 from utils.qat.config.qat import EvalConfig
-from utils.qat.core.command import run_command
 from utils.qat.data.dataset import load_data
 from utils.qat.data.loaders import Loaders
 from utils.qat.evaluation.evaluate import evaluate
@@ -76,16 +75,13 @@ def test_figures_are_those_of_upstreams_val(demo_seg, options, tmp_path):
 
 
 def test_int8_in_onnx_runtime_is_int8_in_pytorch(demo_seg, tmp_path):
-    """Outputs, AP and scales. AP of 24 images alone would not tell INT8 from float."""
+    """AP and scales. AP of 24 images alone would not tell INT8 from float; for outputs see tests/graph."""
     model, data = demo_seg.quantized_model(), load_data(demo_seg.data, masks=True)
     loader = loader_of(demo_seg, square=True, data=replace(data, val=[*data.val, *data.train]))
     file = tmp_path / 'model.onnx'
     export_onnx(model, file, (SIZE, SIZE), dynamic=True, simplify=True)
     predict = open_file(file)
     assert (predict.task.name, predict.nc, predict.names) == ('segment', 10, model.names)
-    images = torch.cat([batch for batch, *_ in loader]) / 255
-    ours, theirs, floating = (each(images) for each in (predict, TorchModel(model), TorchModel(demo_seg.float_model())))
-    assert share_of_float(ours, theirs, floating) < FLIPS
     assert_same_ap(*(metrics_of(demo_seg, each, loader, resample=True) for each in (predict, TorchModel(model))))
     numbers = (v for v in constants(onnx.load(file)).values() if v.size == 1 and v.dtype.kind == 'f')
     scales = {q.scale.item() for _, q in named_quantizers(model) if q._axis is None}
@@ -120,24 +116,24 @@ def test_eval_of_checkpoint_and_file_and_val_trt(run, demo_seg, tmp_path):
     """After an export, qat.py eval, val_trt.py and the checkpoint give the same figures."""
     best = run / 'weights' / 'qat_best_single.pt'
     file = best.with_suffix('.onnx')
-    verify = '--verify', demo_seg.data, '--verify-images', 0, '--max-ap-diff', 0.05
-    exported = '--weights', best, '--imgsz', 160, '--dynamic', '--simplify', *verify
-    assert run_command(program('export_qat.py').main, list(map(str, exported))) in (0, 1)
+    exported = '--weights', best, '--imgsz', 160, '--dynamic', '--simplify', '--verify', demo_seg.data
+    said = command('export_qat.py', *exported, code=(0, 1))
+    verified = read(best.with_suffix('.verify.json'))
+    assert_verdicts(said, verified)
+    assert_by_chance(verified['against_reference'])
+    assert all(verified[key] is not None for key in ('matched_mask', 'coefficients', 'prototypes'))
 
     def scored(name, *words):
         command(*words, '--data', demo_seg.data, *QUICK, '--project', tmp_path, '--name', name)
         return read(tmp_path / name / 'metrics.json')
 
-    in_pytorch = scored('checkpoint', 'qat.py', 'eval', '--weights', best, '--square')
-    by_eval = scored('onnx', 'qat.py', 'eval', '--weights', file)
+    by_eval = scored('onnx', 'qat.py', 'eval', '--weights', file, '--baseline', best)
     by_val = scored('trt', 'val_trt.py', '--weights', file)
     for name in FIGURES:
         assert by_val[name] == by_eval[name] and by_val['mask'][name] == by_eval['mask'][name]
-    assert by_eval['mask']['ap'] == pytest.approx(in_pytorch['mask']['ap'], abs=0.02) and by_eval['mask']['ap'] > 0.1
+    assert_by_chance(by_eval['against_baseline'])
+    assert by_eval['mask']['ap'] > 0.1
     assert read(tmp_path / 'onnx' / 'predictions.json')[0]['segmentation']['size']
-    verified = read(best.with_suffix('.verify.json'))
-    assert verified['matched_mask'] > 0.9 and abs(verified['mask_ap_difference']) < 0.02
-    assert verified['coefficients']['mean'] < 1 and verified['prototypes']['mean'] < 1
 
 
 def test_a_segmentation_model_beside_a_detector(demo_seg, small, tmp_path):

@@ -9,7 +9,7 @@ import onnxruntime
 from onnx import TensorProto, helper, numpy_helper
 
 from utils.qat.core.machine import onnx_options
-from utils.qat.vendors.onnxruntime.session import rounding
+from utils.qat.vendors.onnxruntime.graph import rounding
 
 FLOAT = TensorProto.FLOAT
 

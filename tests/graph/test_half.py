@@ -19,7 +19,7 @@ from utils.qat.core.errors import QatError
 from utils.qat.graph import onnx_graph
 from utils.qat.graph.passes import store_int8_weights
 from utils.qat.vendors.load import open_file
-from utils.qat.vendors.onnxruntime.session import quantize_in_fp32, rounding, rounds_fp16
+from utils.qat.vendors.onnxruntime.graph import quantize_in_fp32, rounding, rounds_fp16
 from utils.qat.vendors.tensorrt.half import to_half
 
 HALF, INT64 = TensorProto.FLOAT16, TensorProto.INT64

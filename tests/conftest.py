@@ -1,6 +1,7 @@
-"""The tests run on real upstream code: a copy of a YOLOv9 tree, patched with `patch_yolov9.sh --link`.
+"""The tests of tests/unit run in the toolkit's own folder; all others on real upstream code, a copy of a YOLOv9 tree that
+`patch_yolov9.sh --link` has patched.
 
-The copy is first on sys.path when test modules are imported, so they write `from models.common import Conv` and
+The folder is first on sys.path when test modules are imported, so they write `from models.common import Conv` and
 `from utils.qat import compat` at their top, as code inside a patched tree does.
 """
 
@@ -15,6 +16,7 @@ from pathlib import Path
 import pytest
 
 REPO = Path(__file__).resolve().parents[1]
+UNIT = REPO / 'tests' / 'unit'
 LEFT = 'tests are left for --faults'
 UPSTREAM = Path(os.environ.get('YOLOV9_DIR') or REPO / '.work' / 'yolov9').resolve()
 
@@ -46,21 +48,6 @@ def make_tree():
     tree = copy_upstream(scratch / 'yolov9')
     subprocess.run([REPO / 'patch_yolov9.sh', tree, '--link'], check=True, stdout=subprocess.DEVNULL)
     return tree
-
-
-TREE = make_tree()
-FULL_TREE = (TREE / 'models' / 'detect' / 'yolov9-t.yaml').is_file() and 'class ELAN1' in (
-    TREE / 'models' / 'common.py'
-).read_text()
-sys.path.insert(0, str(TREE))
-
-import utils.qat  # noqa: E402, F401  before torch: see utils/qat/core/machine.py
-
-
-@pytest.fixture(scope='session')
-def tree():
-    """Path of the patched upstream tree, shared by all tests: leave it as it is."""
-    return TREE
 
 
 @pytest.fixture(autouse=True)
@@ -130,20 +117,39 @@ def asks_for_tensorrt(config):
     return 'tensorrt' in config.getoption('markexpr')
 
 
-def pytest_configure(config):
-    if 'VERIFY_TENSORRT' in os.environ:  # set by scripts/verify_tensorrt.py
-        from verify_report import Report, settings_of_the_command
+def asks_for_units_alone(config):
+    """Whether every file and folder of the command line lies in tests/unit."""
+    asked = [Path(words.split('::')[0]).resolve() for words in config.args]
+    return all(UNIT in (path, *path.parents) for path in asked)
 
-        config.pluginmanager.register(Report(settings_of_the_command().only))
+
+def pytest_configure(config):
+    """Make the tree, before test modules are imported, and load the fixtures that need it."""
+    global TREE, FULL_TREE
     if not config.getoption('--gpu') and not asks_for_tensorrt(config):
         os.environ['CUDA_VISIBLE_DEVICES'] = (
             ''  # the others are the same on every machine; some fork, after which CUDA fails
         )
+    TREE = REPO if asks_for_units_alone(config) else make_tree()
+    FULL_TREE = (TREE / 'models' / 'detect' / 'yolov9-t.yaml').is_file() and 'class ELAN1' in (
+        TREE / 'models' / 'common.py'
+    ).read_text()
+    sys.path.insert(0, str(TREE))
+    import utils.qat  # noqa: F401  before torch: see utils/qat/core/machine.py
 
+    if TREE == REPO:
+        return
+    import faults
+    import zoo
 
-def pytest_sessionstart(session):
-    if session.config.getoption('--faults'):
-        session.config.forker = Forker()
+    for module in (zoo, faults):
+        config.pluginmanager.register(module)
+    if config.getoption('--faults'):
+        config.forker = faults.Forker()
+    if 'VERIFY_TENSORRT' in os.environ:  # set by scripts/verify_tensorrt.py
+        from verify_report import Report, settings_of_the_command
+
+        config.pluginmanager.register(Report(settings_of_the_command().only))
 
 
 def keep(items, mark, wanted=True):
@@ -186,8 +192,3 @@ def pytest_terminal_summary(terminalreporter, config):
     """Say how many tests were not asked for; the list of outcomes, which would count them too, is read by other plugins."""
     if vars(config).get(LEFT):
         terminalreporter.write_line(f'{vars(config)[LEFT]} {LEFT}')
-
-
-# fixtures, which need the tree on sys.path
-from faults import Forker, material, told  # noqa: E402, F401
-from zoo import demo, demo_seg, exports, small  # noqa: E402, F401

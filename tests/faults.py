@@ -5,7 +5,6 @@ import io
 import json
 import multiprocessing
 import os
-import re
 import resource
 import shutil
 import signal
@@ -20,10 +19,10 @@ import numpy as np
 import pytest
 import yaml
 from conftest import REPO, copy_upstream
+from helpers import PATCH, answer, call, judged, sampled  # noqa: F401  tests have them from here too
 from PIL import Image
-from zoo import command, interrupt, program
+from zoo import command, interrupt
 
-PATCH = 'patch_yolov9.sh'
 RUN = '--imgsz 64 --device cpu --project out --workers 0'
 DRY = 'qat.py quantize --dry-run --weights'
 FEW = '--calib-images 2 --calib-method max'
@@ -302,46 +301,6 @@ def lay(material, kind, folder, change=lambda whole: whole, pattern_choice=min):
 # ---- answers ------------------------------------------------------------------------------------------------------------
 
 
-def call(command, argv):
-    """Exit code of a command that is called in this process; a bug raises."""
-    from utils.qat.core.command import run_command
-
-    try:
-        if command == PATCH:
-            return subprocess.run([REPO / PATCH, *argv]).returncode
-        main = program(command).main
-        return run_command(main, argv)
-    except SystemExit as e:
-        return e.code
-
-
-def judged(command, argv, code, out, err, left, allowed=(0, 2)):
-    """The last line on stderr. Fails on a traceback, on another exit code, on a refusal that is not the last line or not the end of the
-    work, and on a temporary file. left: the new files."""
-    said = f'{command} {argv}: {code}\n{(out + err)[-3000:]}'
-    assert 'Traceback' not in out + err and not (command == PATCH and re.search(r'line \d+: ', err)), said
-    line = (err.strip().splitlines() or [''])[-1]
-    assert not [f for f in left if f.name.startswith('.')], f'{said}\nleft {left}'
-    assert code in allowed, said
-    if code == 2:
-        assert ': error: ' in line, said
-        assert not left, f'{said}\nleft {left}'
-    return line
-
-
-def answer(command, argv, capfd, folder, allowed=(0, 2), leaves=()):
-    """Exit code, of `allowed`, and last line on stderr of a command called with `argv` in this process.
-
-    Fails if it raises or shows a traceback, if a refusal is not its last line, and if it leaves in `folder` a temporary
-    file or, without success, a result; files of the names `leaves` may be there.
-    """
-    argv, before = [str(a) for a in argv], set(folder.rglob('*'))
-    capfd.readouterr()
-    code = call(command, argv)
-    left = {f for f in folder.rglob('*') if f.suffix != '.cache' and f.name not in (*leaves, '.lock')} - before
-    return code, judged(command, argv, code, *capfd.readouterr(), left, allowed)
-
-
 @pytest.fixture
 def told(material, tmp_path, monkeypatch, capfd):
     """Callable: the line of a command → its exit code and last line, see `answer`; @NAME is a file of `Material`, and `out` a folder that is
@@ -356,17 +315,6 @@ def told(material, tmp_path, monkeypatch, capfd):
         return result
 
     return tell
-
-
-def sampled(cases, every, first=0):
-    """These cases as pytest parameters: cases first, first + every, ... run always, the others with --faults."""
-
-    def later(case):
-        if not hasattr(case, 'marks'):
-            case = pytest.param(*(case if isinstance(case, tuple) else [case]))
-        return pytest.param(*case.values, marks=[*case.marks, pytest.mark.faults], id=case.id)
-
-    return [case if i % every == first else later(case) for i, case in enumerate(cases)]
 
 
 # ---- calls in processes of their own ------------------------------------------------------------------------------------

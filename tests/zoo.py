@@ -1,17 +1,12 @@
 """Models for the tests: real upstream models with weights of a useful size, and the trained demo.
 
-conftest.py puts the patched tree on sys.path before it imports this file. The processes of a run share what `once` makes.
+conftest.py puts the patched tree on sys.path, and then imports this file. The processes of a run share what `once` makes.
 """
 
-import contextlib
 import fcntl
-import importlib.util
-import io
 import os
 import shutil
 import signal
-import subprocess
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -19,6 +14,7 @@ import pytest
 import torch
 import yaml
 from conftest import REPO, TREE
+from helpers import SIZE, command, image, program, python, same, settings, tensors  # noqa: F401  tests have them from here too
 from models.common import Conv, RepConvN
 from models.yolo import DetectionModel, SegmentationModel
 from utils.loss_tal_dual import ComputeLoss
@@ -35,17 +31,14 @@ from models.quantize.reparameterize import reparameterize
 from models.quantize.scales import tie_scales
 from utils.qat.backends.pytorch import TorchModel
 from utils.qat.config.export import ExportConfig
-from utils.qat.config.qat import EvalConfig, QuantizeConfig
-from utils.qat.core.command import run_command
+from utils.qat.config.qat import EvalConfig
 from utils.qat.core.files import sha256
-from utils.qat.core.log import LOGGER, quiet_upstream
+from utils.qat.core.log import quiet_upstream
 from utils.qat.data.dataset import load_data
 from utils.qat.data.loaders import Loaders
 from utils.qat.evaluation.chance import boxes_and_masks, difference
 
 torch.set_num_threads(1)  # one worker, one core; and sums come in the same order in every process
-
-SIZE = 64  # pixels; the strides end at 32
 
 
 def full(*names):
@@ -114,26 +107,6 @@ LOADERS = load_float, load_quantized, load_dual_or_float, load_any = tuple(
 )
 
 
-def image(size=SIZE, batch=1, seed=0):
-    """Random images, FP32 [batch, 3, size, size] in 0..1."""
-    return torch.rand(batch, 3, size, size, generator=torch.Generator().manual_seed(seed))
-
-
-def tensors(output):
-    """The tensors in nested lists, tuples and dicts, in order."""
-    if isinstance(output, torch.Tensor):
-        return [output]
-    return [t for part in (output.values() if isinstance(output, dict) else output) for t in tensors(part)]
-
-
-def same(first, second):
-    """Whether two outputs, or two state dicts, are equal bit for bit (same keys, shapes, dtypes and values)."""
-    if isinstance(first, dict) and first.keys() != second.keys():
-        return False
-    first, second = tensors(first), tensors(second)
-    return len(first) == len(second) and all(a.dtype == b.dtype and torch.equal(a, b) for a, b in zip(first, second))
-
-
 @torch.no_grad()
 def output(model, images):
     """The output of `model` as a list of tensors; the head's cached anchors do not leak into the next call."""
@@ -193,13 +166,6 @@ def state(model):
     return {k: v.clone() for k, v in model.state_dict().items()}
 
 
-def settings(**changes):
-    """A QuantizeConfig for tests; the files it names are not read."""
-    files = {'weights': Path('w.pt'), 'data': Path('d.yaml')}
-    quick = {'batch_size': 4, 'imgsz': 128, 'calib_images': 8, 'calib_method': 'mse', 'amp': 'off', 'workers': 0}
-    return QuantizeConfig(**{**files, **quick, **changes})
-
-
 def deployed(name, model, path, **options):
     """Write a model as `export_qat.py --include NAME` does; returns what it tells of it. options: of ExportConfig, or of the recipe."""
     recipe = {key: options.pop(key) for key in ('target', 'kept_float') if key in options}
@@ -208,52 +174,6 @@ def deployed(name, model, path, **options):
     export = Export(ExportConfig(path.with_suffix('.pt'), (name,), **options), predict, [made])
     made.require(export)
     return made.write(export, path)
-
-
-def program(file):
-    """A Python file of the repository as a module, its folder not on sys.path."""
-    spec = importlib.util.spec_from_file_location(f'program_{Path(file).stem}', REPO / file)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-def command(file, *arguments, code=0):
-    """Run `python FILE ARGUMENTS...`, a command of ours, in this process, which saves its start; returns stdout + stderr.
-
-    Fails unless it exits with `code`, or one of several.
-    """
-    said = io.TextIOWrapper(io.BytesIO(), 'utf-8', write_through=True)
-    before, argv = os.getcwd(), [str(a) for a in arguments]
-    os.chdir(TREE)
-    try:
-        with contextlib.redirect_stdout(said), contextlib.redirect_stderr(said), pytest.MonkeyPatch.context() as patch:
-            patch.setattr(sys, 'argv', [file, *argv])
-            met = run_command(program(file).main, argv)
-    finally:
-        os.chdir(before)
-        for handler in LOGGER.handlers[1:]:  # its log file
-            LOGGER.removeHandler(handler)
-            handler.close()
-    text = said.buffer.getvalue().decode()
-    assert met in (code if isinstance(code, tuple) else (code,)), f'{file} {argv}: exit code {met}\n{text[-3000:]}'
-    return text
-
-
-def python(*arguments, code=0, env=None, **options):
-    """Run `python ARGUMENTS...` in the patched tree with one thread; returns stdout + stderr. Fails unless it exits with `code`."""
-    done = subprocess.run(
-        [sys.executable, *map(str, arguments)],
-        cwd=TREE,
-        text=True,
-        env={**(env or os.environ), 'OMP_NUM_THREADS': '1'},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        stdin=subprocess.DEVNULL,
-        **options,
-    )
-    assert done.returncode == code, f'{arguments}: exit code {done.returncode}\n{done.stdout[-3000:]}'
-    return done.stdout
 
 
 @dataclass

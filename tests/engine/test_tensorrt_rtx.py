@@ -4,6 +4,7 @@ Its networks are always strongly typed, as those of TensorRT 11. It does not rea
 so what is looked at is the network that was parsed, and what the compiler says.
 """
 
+import json
 import re
 from collections import Counter
 from dataclasses import dataclass
@@ -20,9 +21,12 @@ from models.deploy.formats.onnx import export_onnx
 from models.quantize.blocks import QuantConv2d
 from models.quantize.calibration.calibrate import fit_ranges
 from models.quantize.convert import quantize_model
+from test_engine_layers import ends
 from utils.qat.config.export import NMS_LIMITS, Nms, Pooling
 from utils.qat.graph import onnx_graph
 from utils.qat.graph.ends import add_nms
+from utils.qat.vendors.tensorrt.engine.layer_rules import findings, is_qdq, is_reformat
+from utils.qat.vendors.tensorrt.engine.layers import read_engine
 from utils.qat.vendors.tensorrt.half import to_half
 
 trt = pytest.importorskip(
@@ -61,6 +65,7 @@ class Compiled:
     engine: int  # bytes, 0 if none was built
     kernels: list  # (kind, types of what it reads, constants aside) such as ('correlation', 'Int8')
     said: list  # by the compiler: warnings and errors
+    listing: str  # of the kernels, among other notes
 
 
 def tensors(get, number):
@@ -110,6 +115,7 @@ def compile_graph(model):
         engine.nbytes if engine else 0,
         kernels,
         said,
+        '\n'.join(message for _, message in log.said),
     )
 
 
@@ -330,3 +336,49 @@ def test_the_kernels_of_the_compiler_tell_int8_convolutions(typing):
     for model, number in ((graph, 1), (insert(graph, 'Relu'), 0), (insert(graph, 'Identity'), 1)):
         done = compile_graph(model)
         assert done.engine and done.kernels.count(INT8_CONV) == number
+
+
+def test_the_listing_of_a_compiler_of_generation_11(tmp_path):
+    """What TensorRT-RTX lists of an engine that it builds here: the fields of the engine inspector, as text. Its JSON takes a GPU."""
+
+    def listed(text):
+        return [
+            {'Name': name, 'Dimensions': json.loads(f'[{shape}]'), 'Datatype': kind, 'Format': form}
+            for name, shape, kind, form in re.findall(
+                r'\{ Name: (.*?), Dimensions: \[(.*?)\], Strides: .*?, Datatype: (\w+), Format: (.*?) \}', text
+            )
+        ]
+
+    listing = compile_graph(copy(INT8_BLOCK)).listing
+    layers = [
+        {
+            'Name': name,
+            'LayerType': kind,
+            'TacticName': tactic,
+            'Metadata': nodes,
+            'Inputs': listed(given),
+            'Constants': listed(constants),
+            'Outputs': listed(made),
+        }
+        for name, kind, given, constants, made, tactic, nodes in re.findall(
+            r'Name: (.*), LayerType: (\w+), Inputs: \[(.*)\], Constants: \[(.*)\], Outputs: \[(.*)\], '
+            r'TacticName: (.*), StreamId: \d+, Metadata: (.*)',
+            listing,
+        )
+    ]
+    bound = [
+        {'Name': name, 'IOMode': mode, 'DataType': kind, 'Dimensions': json.loads(shape)}
+        for name, mode, kind, shape in re.findall(
+            r' Name: (.*), IOMode: (\w+), DataType: (\w+), Dimensions: (\[.*?\])', listing
+        )
+    ]
+    (tmp_path / 'layers.json').write_text(json.dumps({'Layers': layers, 'I/O Tensors': bound}))
+    engine = read_engine(tmp_path / 'layers.json')
+
+    assert [layer.kind for layer in engine.layers] == ['kgen', 'correlation', 'kgen', 'correlation', 'kgen']
+    q, conv8, _, conv32, last = engine.layers
+    assert is_qdq(q) and q.types == ('FP32', 'INT8') and is_reformat(last) and last.types == ('FP32', 'FP32')
+    assert (conv8.precision, conv8.weights, conv32.precision, conv32.weights) == ('INT8', 'INT8', 'FP32', 'FP32')
+    assert 'node_of_c' in conv8.nodes and conv8.outputs[0].shape == (1, 4, 4, 4)
+    assert ends(engine) == [(None, 0), (0, 1), (0, 2), (1, 2), (2, 3), (3, 4), (4, None)]
+    assert [(f.kind, f.layer) for f in findings(engine)] == [('float output', conv8), ('unfused Q/DQ', q)]

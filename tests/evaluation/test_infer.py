@@ -362,7 +362,7 @@ def test_the_steps_of_the_engine_client(evaluated, monkeypatch):
 
 
 def test_names_of_cuda_python():
-    """Every name that the engine's client takes from cuda-python is there; tests/engine/test_tensorrt_api.py has those of TensorRT."""
+    """Every name that the engine's client takes from cuda-python is there; tests/unit/test_tensorrt_api.py has those of TensorRT."""
     cudart = pytest.importorskip('cuda.bindings.runtime', reason='no cuda-python: pip install cuda-bindings')
     tree = ast.parse((REPO / 'examples/infer_engine.py').read_text(encoding='utf-8'))
     names = {

@@ -1,4 +1,4 @@
-"""Load the code of a vendor by the names of the tables. Whoever imports this file depends on all rooms: tests/repository/test_imports.py."""
+"""Load the code of a vendor by the names of the tables. Whoever imports this file depends on all rooms: tests/unit/test_imports.py."""
 
 from __future__ import annotations
 

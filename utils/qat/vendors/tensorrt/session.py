@@ -1,6 +1,6 @@
 """TensorRT and TensorRT-RTX: .engine files, on PyTorch's CUDA tensors, by the name-based interface of TensorRT 8.6, 10 and 11.
 
-No copy goes through the host. All three versions have the functions that are called here: tests/engine/test_tensorrt_api.py.
+No copy goes through the host. All three versions have the functions that are called here: tests/unit/test_tensorrt_api.py.
 """
 
 from __future__ import annotations

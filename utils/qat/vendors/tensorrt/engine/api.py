@@ -28,7 +28,7 @@ BANNER = re.compile(r'TensorRT\.trtexec \[TensorRT v(\d+)\]')
 class Capability(Enum):
     """An attribute that only some versions have: (class of the module, attribute); None for an attribute of the module itself.
 
-    tests/engine/test_tensorrt_api.py checks them against recorded lists of attributes.
+    tests/unit/test_tensorrt_api.py checks them against recorded lists of attributes.
     """
 
     EXPLICIT_BATCH = 'NetworkDefinitionCreationFlag', 'EXPLICIT_BATCH'  # an explicit batch needs a flag

@@ -6,7 +6,6 @@ import re
 
 from conftest import REPO
 
-from models.quantize.checkpoint import ORIGINS
 from utils.qat.config.tables import BACKENDS, FORMATS, TARGETS, VENDORS
 
 COMMANDS = sorted([*REPO.glob('*.py'), *REPO.glob('scripts/*.py')])
@@ -101,11 +100,14 @@ def test_imports_go_one_way():
 
 
 def test_what_loads_nothing_heavy():
-    """Commands show their help before they load anything, and where it is not installed; clients need neither this toolkit nor torch."""
+    """Commands show their help before they load anything, and where it is not installed; clients need neither this toolkit nor torch,
+    and reading the layers of an engine needs neither torch nor TensorRT."""
     assert not importing(
         but(COMMANDS, map(name_of, CLIENTS)), 'torch', 'models', 'onnx', 'onnxruntime', 'numpy', names=AT_ONCE
     )
     assert not importing(CLIENTS, 'torch', 'torchvision', 'models', 'utils')
+    layers = sorted(REPO.glob('utils/qat/vendors/tensorrt/engine/layer*.py'))
+    assert len(layers) == 4 and not importing(layers, 'torch', 'tensorrt', 'models')
 
 
 ROOMS = rf'utils\.qat\.vendors\.({"|".join(VENDORS)})'
@@ -135,7 +137,9 @@ BY_NAME = {
     'utils/qat/vendors/graphs.py': [target.graph for target in TARGETS.values()],
     'utils/qat/vendors/load.py': [backend.module for backend in BACKENDS.values()],
     'models/deploy/load.py': [kind.module for kind in FORMATS.values()],
-    'models/quantize/checkpoint.py': [f'models.quantize.origins.{name}' for name in ORIGINS],
+    'models/quantize/checkpoint.py': [
+        module_of(file) for file in QUANTIZE if file.match('origins/[!_]*') and file.stem != 'origin'
+    ],
 }
 OTHERS_BY_NAME = {  # file → what else it loads
     'models/deploy/verify.py': 'the library of a backend, for its version',

@@ -2,7 +2,7 @@
 
 The engines here are written by hand after the documented fields: TensorRT's developer guide, "Engine Inspector" (8.6 and 10:
 "Bindings", "Format/Datatype"), "Migrating IEngineInspector Usage from TensorRT 10.x to 11.x" ("I/O Tensors") and what the compiler of
-TensorRT-RTX lists (11: "Datatype", "Format", "Constants"), which one test reads for real. No engine was built for them on a GPU.
+TensorRT-RTX lists (11: "Datatype", "Format", "Constants"), which test_tensorrt_rtx.py reads for real. No engine was built for them on a GPU.
 """
 
 import csv
@@ -14,15 +14,12 @@ import sys
 from itertools import pairwise
 
 import pytest
-from conftest import REPO
-from graphs import INT8_BLOCK, copy
-from zoo import program, python
+from helpers import program, python
 
-from test_imports import IMPORTS, within
 from utils.qat.core.command import run_command
 from utils.qat.core.errors import QatError
 from utils.qat.vendors.tensorrt.engine import layer_graph, layer_tables
-from utils.qat.vendors.tensorrt.engine.layer_rules import findings, is_qdq, is_reformat, tensor_cores
+from utils.qat.vendors.tensorrt.engine.layer_rules import findings, tensor_cores
 from utils.qat.vendors.tensorrt.engine.layers import Layer, Tensor, dtype, read_engine
 
 OLD, NEW = 'TensorRT 8.6 and 10', 'TensorRT 11'
@@ -388,61 +385,6 @@ def test_what_the_name_of_a_kernel_tells(kernel, expected):
     assert tensor_cores(Layer('x', 'CaskConvolution', [], [], tactic=kernel)) == expected
 
 
-def test_the_listing_of_a_compiler_of_generation_11(tmp_path, monkeypatch):
-    """What TensorRT-RTX lists of an engine that it builds here: the fields of the engine inspector, as text. Its JSON takes a GPU."""
-    import test_tensorrt_rtx as rtx  # skips without TensorRT-RTX
-
-    said = []
-
-    class Recorder(rtx.Log):
-        def log(self, severity, message):
-            said.append(message)
-            super().log(severity, message)
-
-    def tensors(text):
-        return [
-            {'Name': name, 'Dimensions': json.loads(f'[{shape}]'), 'Datatype': kind, 'Format': form}
-            for name, shape, kind, form in re.findall(
-                r'\{ Name: (.*?), Dimensions: \[(.*?)\], Strides: .*?, Datatype: (\w+), Format: (.*?) \}', text
-            )
-        ]
-
-    monkeypatch.setattr(rtx, 'Log', Recorder)
-    rtx.compile_graph(copy(INT8_BLOCK))
-    layers = [
-        {
-            'Name': name,
-            'LayerType': kind,
-            'TacticName': tactic,
-            'Metadata': nodes,
-            'Inputs': tensors(given),
-            'Constants': tensors(constants),
-            'Outputs': tensors(made),
-        }
-        for name, kind, given, constants, made, tactic, nodes in re.findall(
-            r'Name: (.*), LayerType: (\w+), Inputs: \[(.*)\], Constants: \[(.*)\], Outputs: \[(.*)\], '
-            r'TacticName: (.*), StreamId: \d+, Metadata: (.*)',
-            '\n'.join(said),
-        )
-    ]
-    bound = [
-        {'Name': name, 'IOMode': mode, 'DataType': kind, 'Dimensions': json.loads(shape)}
-        for name, mode, kind, shape in re.findall(
-            r' Name: (.*), IOMode: (\w+), DataType: (\w+), Dimensions: (\[.*?\])', '\n'.join(said)
-        )
-    ]
-    (tmp_path / 'layers.json').write_text(json.dumps({'Layers': layers, 'I/O Tensors': bound}))
-    engine = read_engine(tmp_path / 'layers.json')
-
-    assert [layer.kind for layer in engine.layers] == ['kgen', 'correlation', 'kgen', 'correlation', 'kgen']
-    q, conv8, _, conv32, last = engine.layers
-    assert is_qdq(q) and q.types == ('FP32', 'INT8') and is_reformat(last) and last.types == ('FP32', 'FP32')
-    assert (conv8.precision, conv8.weights, conv32.precision, conv32.weights) == ('INT8', 'INT8', 'FP32', 'FP32')
-    assert 'node_of_c' in conv8.nodes and conv8.outputs[0].shape == (1, 4, 4, 4)
-    assert ends(engine) == [(None, 0), (0, 1), (0, 2), (1, 2), (2, 3), (3, 4), (4, None)]
-    assert [(f.kind, f.layer) for f in findings(engine)] == [('float output', conv8), ('unfused Q/DQ', q)]
-
-
 # ---- rows and pictures ----------------------------------------------------------------------------------------------------
 
 
@@ -677,8 +619,3 @@ def test_a_missing_file_and_a_missing_flag(tmp_path, capsys):
         ([], '--layer'),
     ):
         assert run_command(main, options) == 2 and words in capsys.readouterr().err
-
-
-@pytest.mark.parametrize('module', ['layers', 'layer_rules', 'layer_tables', 'layer_graph'])
-def test_reading_an_engine_needs_neither_torch_nor_tensorrt(module):
-    assert not within(IMPORTS[REPO / f'utils/qat/vendors/tensorrt/engine/{module}.py'], 'torch', 'tensorrt', 'models')

@@ -7,10 +7,9 @@ import numpy as np
 import onnx
 import onnx.parser
 import pytest
-from faults import sampled
 from graphs import behind_functions, dq, model_of, node, nodes_of, pair
+from helpers import program, sampled
 from onnx import TensorProto, helper
-from zoo import program
 
 from utils.qat.core.command import run_command
 from utils.qat.core.errors import QatError

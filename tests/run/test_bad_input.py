@@ -64,7 +64,7 @@ qat.py quantize --weights {single} --hyp {hyp} --data {data} --imgsz 64 --worker
     --activation-only model.0          | needs --activation
     --activation relu --activation-only model.77                | matches no quantized layer
     --activation relu --activation-epochs 0                     | must be 1 or more
-    --activation gelu                  | must be one of keep, polynomial, relu
+    --activation gelu                  | must be one of auto, keep, polynomial, relu
     --weights resnet9 --dry-run        | no network of torchvision
 qat.py quantize --imgsz 64 --device cpu
                                        | required: --weights

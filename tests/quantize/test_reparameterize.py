@@ -163,10 +163,11 @@ def test_command_accepts_the_right_claims(tmp_path, monkeypatch):
 @pytest.mark.faults
 def test_a_full_disk_leaves_no_half_file(small, tmp_path):
     """A file-size limit of the process makes the write fail half-way, as a full disk does."""
-    (tmp_path / 'out.pt').write_bytes(b'the old one')
     limit = Path(small.single).stat().st_size // 2
     files = '--weights', small.dual, '--save', tmp_path / 'out.pt'
+    python('reparameterization.py', *files)
+    old = (tmp_path / 'out.pt').read_bytes()
     fills = lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))  # noqa: E731
     said = python('reparameterization.py', *files, code=2, preexec_fn=fills)
     assert f'error: {tmp_path}/out.pt: File too large' in said and 'Traceback' not in said
-    assert {p.name: p.read_bytes() for p in tmp_path.iterdir()} == {'out.pt': b'the old one'}
+    assert {p.name: p.read_bytes() for p in tmp_path.iterdir()} == {'out.pt': old}

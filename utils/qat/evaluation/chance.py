@@ -123,7 +123,9 @@ def in_points(found: dict[str, Any]) -> str:
 
 def plus_minus(found: dict[str, Any] | None) -> str:
     """Format the chance of a difference of boxes in points: ' ± 0.12'; ' ± ?' if it is not known, '' for None."""
-    return f' ± {100 * found["chance"]:.2f}'.replace('100.00', '?') if found else ''
+    if not found:
+        return ''
+    return ' ± ?' if found['chance'] == UNKNOWN else f' ± {100 * found["chance"]:.2f}'
 
 
 def _how_sure(found: dict[str, Any]) -> str:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from utils.qat.config.deploy import BenchmarkConfig
 from utils.qat.config.settings import Sides
 from utils.qat.config.tables import BACKENDS
 from utils.qat.core.errors import QatError
+from utils.qat.core.files import sha256
 from utils.qat.core.text import pixels
 from utils.qat.vendors.session import Session
 
@@ -62,6 +64,11 @@ class ModelFile:
     def precision(self) -> str:
         """Return fp32, fp16, int8, or '' if unknown."""
         return self.types.split(' ')[0].lower()
+
+    @cached_property
+    def digest(self) -> str:
+        """Return the SHA-256 of the file, hex digits; it is read once for all its measurements."""
+        return sha256(self.file)
 
 
 def fixed_batch(inputs: OpenInputs) -> int | None:
@@ -186,8 +193,8 @@ class Measured:
 
     @staticmethod
     def describe(file: Path) -> ModelFile:
-        """Describe a file before it runs. Raises QatError if it cannot be read."""
-        raise NotImplementedError(f'{file}: not a file of its own kind')
+        """Describe a file before it runs; by default it tells its inputs when it is loaded. Raises QatError if it cannot be read."""
+        return ModelFile(file, {}, '')
 
     @staticmethod
     def file_to_run(measurement: Measurement, conditions: Conditions) -> Path:

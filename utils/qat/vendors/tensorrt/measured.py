@@ -15,7 +15,6 @@ from typing_extensions import override
 
 from utils.qat.config.deploy import BuildConfig
 from utils.qat.core.errors import QatError
-from utils.qat.core.files import sha256
 from utils.qat.vendors.measured import Conditions, Measured, Measurement, ModelFile, OpenInputs, fixed_batch
 from utils.qat.vendors.tensorrt.engine.api import load_tensorrt, product
 from utils.qat.vendors.tensorrt.engine.side_by_side import build_engines, jobs_here
@@ -117,7 +116,7 @@ def engine_of(measurement: Measurement, conditions: Conditions) -> BuildConfig |
         return None
     config, imgsz, batch = conditions.config, measurement.imgsz, measurement.batch
     size = ''.join(f'-{n}' for n in imgsz or ())
-    name = f'{onnx.stem}-{sha256(onnx)[:12]}-{backend}-{measurement.precision}-b{batch}{size}'
+    name = f'{onnx.stem}-{measurement.model.digest[:12]}-{backend}-{measurement.precision}-b{batch}{size}'
     return BuildConfig(
         onnx,
         config.project / 'engines' / f'{name}.engine',

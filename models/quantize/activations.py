@@ -9,17 +9,19 @@ The class path of PolynomialSiLU is a file format, because checkpoints pickle it
 
 from collections.abc import Collection, Sequence
 from copy import deepcopy
-from typing import Any
+from typing import TypeVar
 
 import torch
 import torch.nn as nn
 from torchvision.ops.misc import SqueezeExcitation
 
 from models.quantize.network import left_out
-from utils.qat.config.qat import AUTO, QuantizeConfig
+from utils.qat.config.qat import AUTO, CalibrationConfig, QuantizeConfig
 from utils.qat.config.tables import load_target
 from utils.qat.core.errors import QatError
 from utils.qat.core.log import LOGGER
+
+Calibration = TypeVar('Calibration', bound=CalibrationConfig)
 
 # The clamp, and the coefficients of x, x³ and x⁵. Of all such functions it has the least squared error for values around 0 with a
 # standard deviation of 1.5
@@ -83,8 +85,8 @@ def exchangeable(model: nn.Module, activation: str) -> list[str]:
     ]
 
 
-def with_activation(model: nn.Module, config: Any) -> Any:
-    """Resolve config.activation, of a CalibrationConfig, for a float model.
+def with_activation(model: nn.Module, config: Calibration) -> Calibration:
+    """Resolve config.activation for a float model, and return the settings with it.
 
     AUTO is the target's in a run of `quantize`, for a network of YOLOv9 that has a function to exchange; networks of torchvision were not
     measured. Raises QatError if config.activation replaces nothing in `model`, or the target's engine gains nothing by it.

@@ -339,7 +339,7 @@ def test_the_kernels_of_the_compiler_tell_int8_convolutions(typing):
 
 
 def test_the_listing_of_a_compiler_of_generation_11(tmp_path):
-    """What TensorRT-RTX lists of an engine that it builds here: the fields of the engine inspector, as text. Its JSON takes a GPU."""
+    """TensorRT-RTX lists an engine that it builds here as text, with the fields of the engine inspector, whose JSON takes a GPU."""
 
     def listed(text):
         return [

@@ -215,7 +215,7 @@ def test_each_level_imports_itself_and_those_below():
 
 
 def test_rooms_of_vendors_stand_alone():
-    """What two vendors share stands below their rooms; LiteRT's facts are those of ONNX Runtime but for some."""
+    """No room imports another: shared code stands below the rooms. LiteRT alone takes its facts from ONNX Runtime's, and changes some."""
     rooms = {module: found[1] for module in our_imports() if (found := re.match(ROOMS, module))}
     crossed = {
         (room, rooms[name])

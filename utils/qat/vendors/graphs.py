@@ -1,4 +1,4 @@
-"""What a target does with ONNX graphs. Whoever imports this file depends on the graph.py of all rooms."""
+"""The code of each target that works on ONNX graphs, by the target's name. This file depends on the graph.py of all rooms."""
 
 from importlib import import_module
 from types import ModuleType

@@ -11,6 +11,7 @@ from kinds import KINDS, build, export
 from utils.qat.vendors.tensorrt.engine.side_by_side import jobs_here
 
 STEPS = 'build', 'trtexec'  # a row each, such as 'trtexec plain'
+EXPORTS = 2  # at a time, beside the builds: they need no GPU
 
 
 @contextmanager
@@ -20,19 +21,20 @@ def building(runner, chosen, speed_files):
     The Future is that of the figures in words; of the row speed, the arguments of benchmark_trt.py. speed_files(runner) exports the
     files of that row and returns these arguments.
     """
-    with ThreadPoolExecutor(jobs_here(runner.config.jobs)) as pool:
+    with ThreadPoolExecutor(jobs_here(runner.config.jobs)) as pool, ThreadPoolExecutor(EXPORTS) as exports:
         if 'speed' in chosen:  # first: its engines are built with full optimization, one after the other
             job = replace(runner, commands=[])
             runner.builds['speed'] = pool.submit(build_measured, job, speed_files), job.commands
         for kind in KINDS:
             rows = [f'{step} {kind}' for step in STEPS if f'{step} {kind}' in chosen]
             first = replace(runner, commands=[])
-            exported = pool.submit(export, first, kind) if rows else None
-            for row in rows:  # behind its export in the queue, so it never waits for one that cannot start
+            exported = exports.submit(export, first, kind) if rows else None
+            for row in rows:
                 job = replace(runner, commands=[])
                 runner.builds[row] = pool.submit(build_kind, job, row, exported, first.commands), job.commands
         yield
-        pool.shutdown(wait=False, cancel_futures=True)
+        for queue in (exports, pool):
+            queue.shutdown(wait=False, cancel_futures=True)
         for process in [*runner.processes]:
             runner.end(process)
 

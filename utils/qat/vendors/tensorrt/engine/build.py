@@ -62,8 +62,7 @@ class EngineFromOnnx:
             engine = self._serialize(network, settings)
             for file in (config.timing_cache, config.engine):
                 file.parent.mkdir(parents=True, exist_ok=True)
-            with atomic(config.timing_cache) as tmp:
-                tmp.write_bytes(bytes(settings.get_timing_cache().serialize()))
+            self._write_timing_cache(settings)
         with atomic(config.engine) as tmp:
             tmp.write_bytes(engine)
         return write_sidecar(
@@ -107,6 +106,14 @@ class EngineFromOnnx:
         if not taken:
             settings.set_timing_cache(settings.create_timing_cache(b''), False)
         return bool(kept and whole)
+
+    def _write_timing_cache(self, settings: Any) -> None:
+        """Write the timings of this build, and those that other builds have written into the file since it was read."""
+        file, cache = self.config.timing_cache, settings.get_timing_cache()
+        if file.exists():
+            cache.combine(settings.create_timing_cache(file.read_bytes()), False)  # False: as in _use_timing_cache
+        with atomic(file) as tmp:
+            tmp.write_bytes(bytes(cache.serialize()))
 
     def _serialize(self, network: Any, settings: Any) -> bytes:
         monitor = None

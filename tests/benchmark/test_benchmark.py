@@ -119,9 +119,9 @@ def test_statistics_are_numpys(samples):
 
 
 def test_figures_of_a_measurement_belong_together(files):
-    timing = Timing(opened(files / 'float.onnx', 'onnxruntime'))
+    timing, measured = Timing(), opened(files / 'float.onnx', 'onnxruntime')
     for _ in range(2):
-        timing.turn(warmup=0, duration=0.001, least=5)
+        timing.turn(measured, warmup=0, duration=0.001, least=5)
     found = timing.figures()
     assert found['queries'] >= 10 and found['qps'] * found['host_seconds'] == pytest.approx(found['queries'])
     assert 0 < found['compute_seconds'] <= found['host_seconds']
@@ -134,8 +134,8 @@ def test_figures_of_a_measurement_belong_together(files):
 def test_every_query_in_line_is_waited_for(files, monkeypatch):
     waited = []
     monkeypatch.setattr(HostEvent, 'synchronize', lambda event: waited.append(event.seconds))
-    queries, seconds, computing = in_line(opened(files / 'float.onnx', 'onnxruntime'), 0.001, 10)
-    assert queries == len(waited) >= 10 and waited == sorted(waited) and 0 < computing <= seconds
+    times, seconds = in_line(opened(files / 'float.onnx', 'onnxruntime'), 0.001, 10)
+    assert len(times) == len(waited) >= 10 and waited == sorted(waited) and 0 < sum(times) / 1000 <= seconds
 
 
 # ---- what a file is -------------------------------------------------------------------------------------------------------
@@ -436,7 +436,7 @@ def test_on_a_gpu_transfers_are_measured_too(files, tmp_path):
     assert [(r['types'], r['batch']) for r in results] == [('FP32', 1), ('FP32', 2), ('FP16', 1), ('FP16', 2)]
     for r in results:
         assert min(r[part]['min'] for part in ('h2d', 'compute', 'd2h', 'enqueue')) > 0
-        assert r['latency']['mean'] == pytest.approx(sum(r[part]['mean'] for part in ('h2d', 'compute', 'd2h')))
+        assert r['latency']['mean'] > r['h2d']['mean'] + r['d2h']['mean']
 
 
 @pytest.mark.gpu

@@ -1,4 +1,4 @@
-"""Measurements of one batch and image size → their rows: all files are open together, and are timed in turns.
+"""Measurements of one batch and image size → their rows: the files are timed in turns.
 
 Load by other processes and a clock that falls with the temperature then meet all files alike, so that their figures can be compared.
 """
@@ -28,30 +28,56 @@ LEAST_QUERIES = 2  # of a turn, however long they take: with TURNS the 10 of trt
 
 @dataclass
 class Running:
-    """An open file, and what was measured of it so far.
+    """A file, and what was measured of it so far.
 
     Attributes:
+        measured: the file, if it stays open between its turns.
+        inputs: known when it is open.
+        facts: what a row says of the file itself.
         memory: see Usage.added.
         turns: seconds from and to, since the start of the sampling.
     """
 
     measurement: Measurement
-    measured: Measured
-    inputs: Inputs
-    timing: Timing
+    measured: Measured | None = None
+    inputs: Inputs = field(default_factory=dict)
+    timing: Timing = field(default_factory=Timing)
+    facts: Row = field(default_factory=dict)
     memory: dict[str, Any] = field(default_factory=dict)
     turns: list[tuple[float, float]] = field(default_factory=list)
 
-    def turn(self, conditions: Conditions, usage: Usage) -> None:
-        """Take a turn. Raises QatError if the file does not run."""
-        config, start = conditions.config, usage.now()
-        self.timing.turn(config.warmup / TURNS, config.duration / TURNS, LEAST_QUERIES)
-        self.turns.append((start, usage.now()))
+    def turn(self, conditions: Conditions, usage: Usage, opened: ExitStack) -> None:
+        """Take a turn. Raises QatError if the file does not run.
 
-    def row(self, usage: Usage) -> Row:
-        """Sum up all turns: a row of benchmark.json."""
-        measurement, measured, figures = self.measurement, self.measured, self.timing.figures()
-        model, accepts = measurement.model, measured.accepts
+        A GPU has one file open at a time: two engines with CUDA graphs in one process take 4 to 7 % longer than each alone
+        (docs/tensorrt.md#measured). On a CPU the file stays open in `opened`, because it may take long to compile.
+        """
+        config, begun = conditions.config, usage.begin()
+        with ExitStack() as once:
+            measured = self.measured or self._open(conditions, once if conditions.device.type == 'cuda' else opened)
+            start = usage.now()
+            self.timing.turn(measured, config.warmup / TURNS, config.duration / TURNS, LEAST_QUERIES)
+            self.turns.append((start, usage.now()))
+            if len(self.turns) == 1:
+                self.memory, self.facts = usage.added(begun), self._facts(measured)
+        if conditions.device.type == 'cuda':
+            del measured
+            free_memory()
+
+    def _open(self, conditions: Conditions, opened: ExitStack) -> Measured:
+        """Open the file, and make its inputs; the memory on the device is freed when `opened` ends."""
+        one = self.measurement
+        kind = measured_by(one.backend)
+        file = kind.file_to_run(one, conditions)
+        measured = opened.enter_context(kind(one, file, conditions))
+        self.inputs = shapes_of(measured.accepts, one.batch, one.imgsz, file) if measured.accepts else one.inputs
+        measured.prepare(self.inputs)
+        if conditions.device.type != 'cuda':
+            self.measured = measured
+        return measured
+
+    def _facts(self, measured: Measured) -> Row:
+        measurement, model, accepts = self.measurement, self.measurement.model, measured.accepts
         return {
             'model': str(measurement.file),
             'given': str(model.file),  # on the command line: the .onnx file, if its checkpoint ran
@@ -61,13 +87,20 @@ class Running:
             'imgsz': next((shape[2:] for _, shape in self.inputs.values() if len(shape) == 4), None),
             'batch': measurement.batch,
             'open_batch': measurement.backend == 'pytorch' or fixed_batch(accepts or model.inputs) is None,
-            **figures,
-            'images_per_s': figures['qps'] * measurement.batch,
             'size_bytes': measured.size,
             'parameters': measured.parameters or model.parameters,
             'layers': measured.layers or model.layers,
             'streams': measured.streams,
             'notes': list(measured.notes),
+        }
+
+    def row(self, usage: Usage) -> Row:
+        """Sum up all turns: a row of benchmark.json."""
+        figures = self.timing.figures()
+        return {
+            **self.facts,
+            **figures,
+            'images_per_s': figures['qps'] * self.measurement.batch,
             'usage': {**self.memory, **usage.during(self.turns), 'turns': self.turns} if self.memory else None,
             'accuracy': None,  # see accuracy.score; set after all measurements
         }
@@ -103,7 +136,7 @@ def run_in_turns(
     leave_out: Callable[[str], None],
     count: Callable[[], object],
 ) -> list[tuple[Measurement, Row]]:
-    """Open the files, measure them in turns, and free their memory on the device.
+    """Measure files in turns, and free their memory on the device.
 
     Args:
         measurements: of one batch and image size.
@@ -112,7 +145,7 @@ def run_in_turns(
         leave_out: gets the reason why a file does not run under these conditions.
         count: is called after each turn.
     """
-    running: list[Running] = []
+    running = [Running(measurement) for measurement in measurements]
 
     @contextmanager
     def reporting(measurement: Measurement) -> Iterator[None]:
@@ -121,38 +154,24 @@ def run_in_turns(
         except QatError as e:
             leave_out(str(e))
         except torch.cuda.OutOfMemoryError:
-            leave_out(f'{measurement}: out of GPU memory; give a smaller --batch or --imgsz, or fewer files at once')
+            leave_out(f'{measurement}: out of GPU memory; give a smaller --batch or --imgsz')
         count()
 
     try:
         with ExitStack() as opened:
-            for measurement in measurements:  # the first turn is of one file alone, so that its memory shows
-                with reporting(measurement):
-                    running.append(_open(measurement, conditions, usage, opened))
-            for turn in range(1, TURNS):
+            for turn in range(TURNS):
                 # Every other round goes backwards: then no file always follows the same one.
                 for one in running[:: -1 if turn % 2 else 1]:
                     if len(one.turns) == turn:  # else an earlier one failed
                         with reporting(one.measurement):
-                            one.turn(conditions, usage)
+                            one.turn(conditions, usage, opened)
             return [(one.measurement, one.row(usage)) for one in running if len(one.turns) == TURNS]
     finally:
         running.clear()
-        gc.collect()  # before the memory of the next ones is measured
-        torch.cuda.empty_cache()
+        free_memory()
 
 
-def _open(measurement: Measurement, conditions: Conditions, usage: Usage, opened: ExitStack) -> Running:
-    """Open a file, and take the first turn."""
-    kind = measured_by(measurement.backend)
-    file = kind.file_to_run(measurement, conditions)
-    begun = usage.begin()
-    measured = opened.enter_context(kind(measurement, file, conditions))
-    inputs = measurement.inputs
-    if measured.accepts:
-        inputs = shapes_of(measured.accepts, measurement.batch, measurement.imgsz, file)
-    measured.prepare(inputs)
-    one = Running(measurement, measured, inputs, Timing(measured))
-    one.turn(conditions, usage)
-    one.memory = usage.added(begun)
-    return one
+def free_memory() -> None:
+    """Free the memory of closed files on the device, before that of the next ones is measured."""
+    gc.collect()
+    torch.cuda.empty_cache()

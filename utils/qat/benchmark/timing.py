@@ -79,11 +79,11 @@ def one_at_a_time(measured: Measured, seconds: float, least: int) -> tuple[dict[
     return samples, time.perf_counter() - start
 
 
-def in_line(measured: Measured, seconds: float, least: int) -> tuple[int, float, float]:
+def in_line(measured: Measured, seconds: float, least: int) -> tuple[list[float], float]:
     """Send queued queries, without transfers, for some seconds, and at least `least`.
 
     Returns:
-        Number of queries, seconds they took, and seconds of these in the model.
+        ms in the model of each query, and the seconds of all.
     """
     waiting: deque[tuple[Any, Any]] = deque()
     times: list[float] = []
@@ -99,26 +99,31 @@ def in_line(measured: Measured, seconds: float, least: int) -> tuple[int, float,
             first, second = waiting.popleft()
             second.synchronize()
             times.append(first.elapsed_time(second))
-    return ordered, time.perf_counter() - start, sum(times) / 1000
+    return times, time.perf_counter() - start
 
 
 class Timing:
-    """The timed figures of a prepared Measured, collected in turns."""
+    """The timed figures of a file, collected in turns.
 
-    def __init__(self, measured: Measured) -> None:
-        self.measured = measured
+    On a GPU the time in the model is that of queued queries, as trtexec has it: a query alone also waits for the host to start it.
+    """
+
+    def __init__(self) -> None:
         self.samples: dict[str, list[float]] = {part: [] for part in PARTS}
+        self.queued: list[float] = []  # ms of each queued query in the model
         self.queries, self.host_seconds, self.compute_seconds = 0, 0.0, 0.0
 
-    def turn(self, warmup: float, duration: float, least: int) -> None:
+    def turn(self, measured: Measured, warmup: float, duration: float, least: int) -> None:
         """Take a turn. warmup: ms; duration: seconds; least: queries for the latency, and for the throughput."""
-        measured, gpu = self.measured, self.measured.stream is not None
+        gpu = measured.stream is not None
         with torch.cuda.stream(measured.stream):
             one_at_a_time(measured, warmup / 1000, least=1)
             samples, seconds = one_at_a_time(measured, duration / 2 if gpu or measured.several else duration, least)
             served = len(samples['compute']), seconds, sum(samples['compute']) / 1000
             if gpu:
-                served = in_line(measured, duration / 2, least)
+                queued, seconds = in_line(measured, duration / 2, least)
+                served = len(queued), seconds, sum(queued) / 1000
+                self.queued += queued
             elif measured.several:
                 served = measured.serve(duration / 2, least)
         for part, times in samples.items():
@@ -129,13 +134,13 @@ class Timing:
 
     def figures(self) -> dict[str, Any]:
         """Return the timed figures of a row, of all turns; see run.Running.row."""
-        samples, gpu = self.samples, self.measured.stream is not None
+        samples, gpu = self.samples, bool(self.queued)
         latency = np.sum([samples[part] for part in ('h2d', 'compute', 'd2h')], 0) if gpu else samples['compute']
         return {
             'queries': len(samples['compute']),  # one at a time
             'qps': self.queries / self.host_seconds,  # queries per second: on a GPU queued, in OpenVINO in streams
-            'latency': statistics(latency),  # ms, end to end: h2d + compute + d2h of each query
-            'compute': statistics(samples['compute']),  # ms, of the model alone
+            'latency': statistics(latency),  # ms, of one query alone, with its transfers
+            'compute': statistics(self.queued or samples['compute']),  # ms, in the model
             # ms: inputs to the GPU, outputs from it, and until the host has queued a query; None on a CPU
             **{part: statistics(samples[part]) if gpu else None for part in ('h2d', 'd2h', 'enqueue')},
             'host_seconds': self.host_seconds,  # of the queries for the throughput

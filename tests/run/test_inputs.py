@@ -12,6 +12,7 @@ import pytest
 import torch
 import yaml
 from torch.nn.utils import prune
+from utils.dataloaders import LoadImagesAndLabels
 from zoo import SMALL, build, command, interrupt
 
 from utils.qat.core.command import run_command
@@ -454,6 +455,15 @@ def test_regression(bench, name):
     if code:
         assert said.count('\n') == 1, said
         assert {path for path in bench.folder.rglob('*') if not path.name.endswith('.cache')} == before
+
+
+def test_labels_are_read_once_by_us_and_by_upstream(bench, monkeypatch):
+    score = f'eval {QAT} --weights {bench.model()} --data {bench.data()} --project {bench.folder}/runs'.split()
+    command('qat.py', *score)
+    monkeypatch.delattr(LoadImagesAndLabels, 'cache_labels')
+    command('qat.py', *score)
+    assert len(LoadImagesAndLabels(str(bench.folder / 'images/val'))) == 12
+    assert not (bench.folder / 'labels/val.cache').is_symlink()
 
 
 def test_the_report_of_an_interrupted_run_says_how_to_go_on(bench):

@@ -70,6 +70,28 @@ def names_in_another_order(bench):
     return f'qat.py eval {QAT} --weights {bench.model()} --data {bench.data(names=LETTERS[::-1])}'
 
 
+def reordered(bench):
+    """A second model, whose classes have another order than those of the data and of the first one."""
+    return f'--data {bench.data()} --weights {bench.model()}', bench.model(names=LETTERS[::-1], file='other.pt')
+
+
+@case(2, 'other.pt: --data', "class 0 is 'a', and the model calls it 'j'", '--names-from data')
+def a_baseline_with_names_in_another_order(bench):
+    words, other = reordered(bench)
+    return f'qat.py eval {QAT} {words} --baseline {other}'
+
+
+@case(2, 'other.pt: --data', "class 0 is 'a', and the model calls it 'j'", '--names-from data')
+def a_second_model_with_names_in_another_order(bench):
+    words, other = reordered(bench)
+    return f'compare_outputs.py {words.replace("--weights ", "")} {other} --workers 0 --project {bench.folder}/runs'
+
+
+@case(2, "class 0 is 'a', and the model calls it 'j'", '--names-from data')
+def sensitive_with_names_in_another_order(bench):
+    return f'qat.py sensitive {QAT} --data {bench.data()} --weights {bench.model(names=LETTERS[::-1])}'
+
+
 @case(2, "class 3 is 'dog'", 'other names, 1 of 10')
 def other_names(bench):
     return f'export_qat.py --weights {bench.model()} --verify {bench.data(names=[*"abc", "dog", *"efghij"])}'

@@ -14,7 +14,7 @@ from utils.qat.config.settings import closing, typed_words
 from utils.qat.config.tables import backends_for
 from utils.qat.core.command import command, explain_out_of_memory, repeated, typed_sides
 from utils.qat.core.distributed import from_first, join, on_first, rank, world_size
-from utils.qat.core.errors import QatError
+from utils.qat.core.errors import QatError, naming
 from utils.qat.core.files import distinct_names, write_document, write_json
 from utils.qat.core.log import LOGGER, RESULT, bar, finish, log_to
 from utils.qat.core.machine import describe, machine, machine_table, select_device, versions
@@ -231,6 +231,9 @@ def score_file(
         if baseline:
             _require_alike(predict, baseline, config)
         data = predict.task.load_data(config.data, predict, names_from=config.names_from)
+        if baseline:
+            with naming(f'--baseline {config.baseline}'):
+                baseline.task.load_data(config.data, baseline, names_from=config.names_from)
         square = config.square or exported
         loader = Loaders(data, config, predict.stride, shard=(rank(), world_size())).scored(square)
         require_annotations(data, loader.dataset.im_files)

@@ -21,7 +21,7 @@ from utils.qat.config.settings import Sides, read, require_multiples
 from utils.qat.config.tables import CHECKPOINTS, EXPORTED, backends_for
 from utils.qat.config.tasks import TASKS, load_task
 from utils.qat.core.command import explain_out_of_memory, run_command, typed_sides
-from utils.qat.core.errors import QatError
+from utils.qat.core.errors import QatError, naming
 from utils.qat.core.files import require_file
 from utils.qat.core.log import LOGGER, RESULT, bar, finish
 from utils.qat.core.run_folder import own_folder
@@ -86,6 +86,10 @@ def compare_images(
     names = examples = None
     if config.data:
         data = task.labelled(config, max(models, key=lambda m: m.stride), size)
+        for file, model in zip(config.models, models):
+            if task.boxes or model.ours:
+                with naming(file):  # the classes of each are the data's
+                    task.load_data(config.data, model, names_from=config.names_from)
         loader, names = data.loader, data.names
         examples = Examples(config.show, len(loader.dataset), task, data, config.top)
     elif config.random:
@@ -126,7 +130,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         task = require_alike(config, models)
         size = image_size(config, models)
         comparisons, examples = compare_images(config, models, task, device, size)
-        following = after_scoring(config.others[-1], size, backends[-1])
+        following = after_scoring(config.others[-1], size, models[-1].target, backends[-1])
         verdict = write_comparison(folder, config, task, comparisons, examples, size, machine(device), following)
     others = ', '.join(map(str, config.others))
     images = f'{comparisons[0]["images"]} images of {size[0]} x {size[1]}'

@@ -13,7 +13,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the patched tree; Python starts in scripts/
 from utils.qat.core.command import Parser, command, run_command
-from utils.qat.core.errors import QatError
+from utils.qat.core.errors import QatError, naming
 from utils.qat.core.files import require_file
 from utils.qat.core.log import LOGGER, RESULT, finish, is_verbose
 
@@ -62,7 +62,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     from utils.qat.config.tables import DEFAULT_TARGET, load_target
     from utils.qat.core.files import write_json
     from utils.qat.graph import audit
-    from utils.qat.graph.onnx_file import load, naming
+    from utils.qat.graph.onnx_file import load
     from utils.qat.graph.onnx_graph import has_zero_points, metadata_value
     from utils.qat.vendors.graphs import graph_of
     from utils.qat.vendors.tensorrt.engine.api import can_build

@@ -161,9 +161,11 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Build the engine and, with --generate-graph, measure its layers."""
     config, graph = parse_args(argv)
     require_source(config.onnx, 'MODEL', ('.onnx',))
-    require_ours([config.engine], 'rename it, or give another --engine')
 
     from utils.qat.vendors.tensorrt.engine.api import find_trtexec
+    from utils.qat.vendors.tensorrt.engine.sidecar import sidecar_of
+
+    require_ours([config.engine, sidecar_of(config.engine)], 'rename it, or give another --engine')
 
     if graph and config.tune_build_routes:
         raise QatError(

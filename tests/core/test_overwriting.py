@@ -44,6 +44,8 @@ CHOSEN = {  # a file of the user's in the way → the command; each name that a 
     'run/predictions.json': f'val_trt.py --weights model.onnx --device cpu --data {{data}} {RUN}',
     'run/compare.json': f'compare_outputs.py {{single}} {{quantized}} --random 1 {RUN}',
     'run/benchmark.md': f'benchmark_trt.py {{single}} --imgsz 64 --device cpu {RUN}',
+    'model.engine': 'scripts/build_engine.py model.onnx',
+    'model.engine.json': 'scripts/build_engine.py model.onnx',
     'coco/labels/a.txt': 'scripts/coco_to_yolo.py coco/a.json coco/images',
     'made/data.yaml': 'demo/make_data.py --out made',
     'tree/README.md': 'scripts/get_yolov9.sh tree',

@@ -250,6 +250,8 @@ def test_from_checkpoint_to_file(small, tmp_path):
     assert 'AP' in command(
         *('qat.py', 'eval', '--weights', best, *data, '--square', '--workers', 0, '--project', tmp_path, '--name', 'pt')
     )
+    said = command('qat.py', 'eval', '--weights', file, *data, '--workers', 0, '--project', tmp_path, '--name', 'onnx')
+    assert re.search(f'next: python .*benchmark_trt.py {file} --backend onnxruntime', said)
     for argv in (
         ('export_qat.py', '--weights', best, *size, '--trt', 11),
         ('export_yoloV9.py', '--weights', best, '--size', 64),

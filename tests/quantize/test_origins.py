@@ -5,6 +5,7 @@ import random
 import re
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -185,6 +186,12 @@ def test_other_models_are_named(tmp_path, monkeypatch):
         assert 'this YOLOv9 tree has no models/detect/missing-?.yaml; use a full clone' in refused(
             ultralytics_file(file, theirs)
         )
+    with monkeypatch.context() as patch:
+        (tmp_path / 'detect').mkdir()
+        (tmp_path / 'detect/gelan-t.yaml').write_text('nc: 80\nbackbone: []\n')
+        patch.setattr(origin, 'models', SimpleNamespace(__path__=[tmp_path]))
+        with pytest.raises(QatError, match=r'^upstream .*detect/gelan-t\.yaml: needs backbone: and head:'):
+            CheckpointFile(ultralytics_file(file, theirs)).load_float()
     theirs.model[0].conv = torch.nn.Conv2d(3, 8, 3, bias=False)
     assert 'Ultralytics, and its network, yolov9x.yaml, is another than YOLOv9 c, e, m, s, t' in refused(
         ultralytics_file(file, theirs)

@@ -12,6 +12,7 @@ import pytest
 import torch
 import yaml
 from torch.nn.utils import prune
+from utils.dataloaders import LoadImagesAndLabels
 from zoo import SMALL, build, command, interrupt
 
 from utils.qat.core.command import run_command
@@ -67,6 +68,28 @@ def bench(tmp_path, small):
 @case(2, "class 0 is 'j', and the model calls it 'a' (in another order, 10 of 10", '--names-from data')
 def names_in_another_order(bench):
     return f'qat.py eval {QAT} --weights {bench.model()} --data {bench.data(names=LETTERS[::-1])}'
+
+
+def reordered(bench):
+    """A second model, whose classes have another order than those of the data and of the first one."""
+    return f'--data {bench.data()} --weights {bench.model()}', bench.model(names=LETTERS[::-1], file='other.pt')
+
+
+@case(2, 'other.pt: --data', "class 0 is 'a', and the model calls it 'j'", '--names-from data')
+def a_baseline_with_names_in_another_order(bench):
+    words, other = reordered(bench)
+    return f'qat.py eval {QAT} {words} --baseline {other}'
+
+
+@case(2, 'other.pt: --data', "class 0 is 'a', and the model calls it 'j'", '--names-from data')
+def a_second_model_with_names_in_another_order(bench):
+    words, other = reordered(bench)
+    return f'compare_outputs.py {words.replace("--weights ", "")} {other} --workers 0 --project {bench.folder}/runs'
+
+
+@case(2, "class 0 is 'a', and the model calls it 'j'", '--names-from data')
+def sensitive_with_names_in_another_order(bench):
+    return f'qat.py sensitive {QAT} --data {bench.data()} --weights {bench.model(names=LETTERS[::-1])}'
 
 
 @case(2, "class 3 is 'dog'", 'other names, 1 of 10')
@@ -454,6 +477,15 @@ def test_regression(bench, name):
     if code:
         assert said.count('\n') == 1, said
         assert {path for path in bench.folder.rglob('*') if not path.name.endswith('.cache')} == before
+
+
+def test_labels_are_read_once_by_us_and_by_upstream(bench, monkeypatch):
+    score = f'eval {QAT} --weights {bench.model()} --data {bench.data()} --project {bench.folder}/runs'.split()
+    command('qat.py', *score)
+    monkeypatch.delattr(LoadImagesAndLabels, 'cache_labels')
+    command('qat.py', *score)
+    assert len(LoadImagesAndLabels(str(bench.folder / 'images/val'))) == 12
+    assert not (bench.folder / 'labels/val.cache').is_symlink()
 
 
 def test_the_report_of_an_interrupted_run_says_how_to_go_on(bench):

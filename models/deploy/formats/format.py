@@ -17,7 +17,7 @@ from models.quantize.quantizers import has_zero_points
 from utils.qat.backends.pytorch import TorchModel
 from utils.qat.config.export import ExportConfig, Nms, Pooling
 from utils.qat.config.settings import require_multiples
-from utils.qat.config.tables import BACKENDS, FORMATS, target_of_recipe
+from utils.qat.config.tables import BACKENDS, FORMATS
 from utils.qat.core.files import require_ours
 from utils.qat.core.machine import select_device
 from utils.qat.untrusted.torchvision_weights import fetched
@@ -79,7 +79,7 @@ class Export:
 
     def __post_init__(self) -> None:
         recipe = self.predict.recipe
-        self.int8, self.target = recipe is not None, target_of_recipe(recipe)
+        self.int8, self.target = recipe is not None, self.predict.target
         self.zero_points, self.kept_float = has_zero_points(self.predict.model), (recipe or {}).get('kept_float', ())
 
     @cached_property
@@ -155,7 +155,7 @@ class Format(ABC):
 
     def next_commands(self, export: Export, written: Written, data: str) -> list[str]:
         """Return the commands to type after a good score. data: the user's data, or a placeholder."""
-        return [after_scoring(written.path, export.config.imgsz, written.typed_backend)]
+        return [after_scoring(written.path, export.config.imgsz, export.target, written.typed_backend)]
 
 
 def with_sources(formats: Sequence[Format]) -> list[Format]:

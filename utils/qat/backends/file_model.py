@@ -17,6 +17,7 @@ import torch
 from utils.qat.backends.detections import Detections
 from utils.qat.backends.pytorch import SMALLEST_STRIDE
 from utils.qat.config.export import END2END, MASKS
+from utils.qat.config.tables import DEFAULT_TARGET, TARGETS
 from utils.qat.config.tasks import load_task
 from utils.qat.core.errors import QatError, one_line
 from utils.qat.data.masks import BoxMasks
@@ -72,6 +73,7 @@ class FileModel:
         task: see config.tasks.
         conf_thres: score up to which the NMS inside drops boxes; None without NMS inside, or if unknown.
         kind: how the task was recognized, in words.
+        target: the engine that the file was made for.
         ours: whether the metadata of the export name a task: then images are prepared as in `qat.py eval`.
         quantized_for: None; see pytorch.TorchModel.
     """
@@ -108,6 +110,7 @@ class FileModel:
         masks = MASKS in outputs or dimensions == [3, 4]
         self.task = load_task('classify' if dimensions == [2] else 'segment' if masks else 'detect')
         self.ours, self.kind = signature.metadata.get('task') == self.task.name, f'its outputs are {", ".join(outputs)}'
+        self.target = TARGETS.get(signature.metadata.get('target', ''), TARGETS[DEFAULT_TARGET])
         self.normalizes = 'normalizes' in signature.metadata and not self.task.boxes
         self.conf_thres = _threshold(signature.metadata.get('conf_thres')) if self.end2end else None
         if self.end2end:  # the shapes do not show the number of classes

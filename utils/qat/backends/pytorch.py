@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from utils.qat.config.settings import Sides
+from utils.qat.config.tables import target_of_recipe
 from utils.qat.config.tasks import Task, load_task
 from utils.qat.data.loaders import channels_last
 
@@ -54,6 +55,7 @@ class TorchModel:
         nc: number of classes.
         task: see config.tasks.
         kind: how the task was recognized, in words.
+        target: the engine that it was quantized for.
         ours: whether images are prepared as in `qat.py eval`; see file_model.FileModel.
         recipe: settings of the quantization; None for a float model.
         quantized_for: height and width of the images that it was quantized for, in pixels; None for a float model.
@@ -79,7 +81,7 @@ class TorchModel:
             context: entered for each pass, such as quantizers.RoundedOnce.
         """
         self.model, self.recipe = model.eval(), quant and quant['recipe']
-        self.context = context or nullcontext()
+        self.target, self.context = target_of_recipe(self.recipe), context or nullcontext()
         self.names, self.stride, self.nc = model.names, stride_of(model), len(model.names)
         self.task, head = task_of(model), model.model[-1] if hasattr(model, 'model') else model
         self.nc, self.kind = getattr(head, 'nc', self.nc), f'its head is {type(head).__name__}'

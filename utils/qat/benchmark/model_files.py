@@ -14,9 +14,9 @@ from onnx import helper
 from utils.qat.backends.pytorch import TorchModel
 from utils.qat.config.settings import Sides
 from utils.qat.config.tables import CHECKPOINTS, MEASURABLE
-from utils.qat.core.errors import QatError
+from utils.qat.core.errors import QatError, naming
 from utils.qat.core.files import require_file
-from utils.qat.graph.onnx_file import load, naming
+from utils.qat.graph.onnx_file import load
 from utils.qat.graph.onnx_graph import QDQ, Graph, count_qdq, is_half, metadata_value, required_inputs
 from utils.qat.vendors.load import backends_of, measured_by
 from utils.qat.vendors.measured import Inputs, ModelFile, OpenInputs, fixed_batch, input_type

@@ -8,13 +8,14 @@ exception is a bug of ours or of a library, and keeps its traceback.
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import re
 import shlex
 import shutil
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -49,6 +50,15 @@ class QatError(Exception):
         if text.startswith('Caught QatError in DataLoader worker'):  # then a traceback precedes the message
             text = text.rpartition(f'\n{__name__}.{type(self).__name__}: ')[2].rstrip('\n')
         return cut(visible(text))
+
+
+@contextlib.contextmanager
+def naming(source: object) -> Iterator[None]:
+    """Prefix a QatError of the block with the file or flag that it is about."""
+    try:
+        yield
+    except QatError as e:
+        raise QatError(f'{source}: {e}') from e
 
 
 def one_line(text: object, most: int = 200) -> str:

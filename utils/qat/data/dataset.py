@@ -12,6 +12,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from tokenize import TokenError
 from typing import Any
 
@@ -31,7 +32,7 @@ from utils.qat.core.errors import QatError, one_line
 from utils.qat.core.files import require_yaml, waits
 from utils.qat.core.log import LOGGER, quiet_upstream
 from utils.qat.core.text import is_printable
-from utils.qat.data.image_files import found_before, image_files
+from utils.qat.data.image_files import image_files
 from utils.qat.untrusted.names import class_names
 from utils.qat.untrusted.plain_values import ARRAYS, MULTIARRAY, Values, array_state
 from utils.qat.untrusted.torch_archive import Call, Refused, read_pickle, without_collector
@@ -193,7 +194,10 @@ def _image_paths(content: dict, key: str, base: Path, who: str, places: Sequence
 
 
 class Readable:
-    """Mixin for upstream's datasets: letterboxes to rectangles too, augments images without labels, names unreadable images."""
+    """Mixin for upstream's datasets: letterboxes to rectangles too, augments images without labels, names unreadable images.
+
+    Beside its list of images is a link to the cache of their labels.
+    """
 
     im_files: list[str]
     shapes: np.ndarray
@@ -206,6 +210,10 @@ class Readable:
         if augment:  # afterwards, because upstream refuses to augment images without labels
             self.augment, self.mosaic = True, not self.rect
             self.albumentations = Albumentations(size=self.img_size)
+
+    def cache_labels(self, path: Path, prefix: str = '') -> dict:
+        """Read the labels, and write their cache where the link `path` leads: upstream would replace the link."""
+        return super().cache_labels(path.readlink(), prefix)  # type: ignore[misc]  # upstream's dataset has it
 
     def load_image(self, i: int) -> tuple:
         """Load image `i`, resized to fit, or raise a QatError that names it."""
@@ -249,14 +257,17 @@ def open_dataset(
     key = 'val' if split == 'val' else 'train'
     cls = BoxDataset if masks is None else MaskDataset
     paths = getattr(data, key)
-    found = {path: image_files(Path(path), f'{data.flag} {data.file}: {key}') for path in paths}
-    files = [file for path in paths for file in found[path]]
+    files = [file for path in paths for file in image_files(Path(path), f'{data.flag} {data.file}: {key}')]
     check_images(files, data.flag, data.file)
-    check_cache(files, paths)
-    with first_goes_ahead(), quiet_upstream(), found_before(found):  # the first process writes the cache of the labels
+    cache = check_cache(files, paths)
+    # the first process writes the cache of the labels
+    with first_goes_ahead(), quiet_upstream(), TemporaryDirectory() as scratch:
+        listed = Path(scratch, 'images.txt')
+        listed.write_text('\n'.join(files))
+        listed.with_suffix('.cache').symlink_to(cache)
         try:
             dataset = cls(
-                paths,
+                str(listed),
                 max(config.imgsz),
                 config.batch_size,
                 stride=stride,
@@ -416,22 +427,22 @@ class _Arrays(Values):
     calls = ARRAYS
 
 
-def check_cache(files: Collection[str], paths: Sequence[str]) -> None:
-    """Refuse a label cache that upstream did not write: upstream unpickles the cache, which could run any code."""
+def check_cache(files: Collection[str], paths: Sequence[str]) -> Path:
+    """Return where the cache of labels is, or will be. Upstream unpickles it, which could run any code: one that is not its own is refused."""
     last = Path(paths[-1])
     # as upstream names it
     cache = (last if last.is_file() else Path(img2label_paths([min(files)])[0]).parent).with_suffix('.cache')
     if waits(cache):
         raise QatError(f'{cache}: a pipe or a device, where YOLOv9 keeps a cache of labels; remove it')
-    if not cache.is_file():
-        return
     try:
         with without_collector():
-            _require_labels(cache.read_bytes())
+            if cache.is_file():
+                _require_labels(cache.read_bytes())
     except (Refused, ValueError, TypeError) as e:
         raise QatError(
             f'{cache}: no cache of labels as YOLOv9 writes it, so it was not loaded ({e or type(e).__name__}); delete it'
         ) from e
+    return cache
 
 
 def _require_labels(content: bytes) -> None:

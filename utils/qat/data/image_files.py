@@ -1,21 +1,16 @@
 """Image files under the paths of a data YAML: those in a folder and below, or those that a text file lists.
 
 Upstream reads the name of a folder as a pattern, follows links in circles, and takes relative lines of a list from the current
-folder. So its dataset gets the files that are found here.
+folder. So its dataset gets a list of the files that are found here.
 """
 
 import codecs
-import contextlib
-import io
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
 from utils.dataloaders import IMG_FORMATS
 
-from utils import dataloaders
 from utils.qat.core.errors import QatError
 from utils.qat.core.files import waits
 
@@ -66,21 +61,3 @@ def _in_list(file: Path, who: str) -> Iterator[str]:
             start = file.parent.absolute()
             raise QatError(f'{who}: {file}, line {number}: {name} does not exist; relative lines start at {start}')
         yield found
-
-
-@contextlib.contextmanager
-def found_before(found: Mapping[str, Iterable[str]]) -> Iterator[None]:
-    """Let upstream's dataset take these image files, by path, where it would look for them itself."""
-
-    def opened(file: str | Path, mode: str = 'r') -> Any:
-        lines = found.get(str(file))
-        return open(file, mode) if lines is None else io.StringIO('\n'.join(lines))
-
-    patterns = dataloaders.glob
-    dataloaders.glob = SimpleNamespace(glob=lambda pattern, recursive: list(found[str(Path(pattern).parents[1])]))
-    dataloaders.open = opened
-    try:
-        yield
-    finally:
-        dataloaders.glob = patterns
-        del dataloaders.open

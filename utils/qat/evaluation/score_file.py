@@ -11,10 +11,10 @@ import torch
 from utils.qat.backends.file_model import FileModel
 from utils.qat.config.qat import EvalConfig, FileEvalConfig
 from utils.qat.config.settings import closing, typed_words
-from utils.qat.config.tables import TARGETS, backends_for, target_of_recipe
-from utils.qat.core.command import command, explain_out_of_memory, export_command, repeated, typed_sides
+from utils.qat.config.tables import backends_for
+from utils.qat.core.command import command, explain_out_of_memory, repeated, typed_sides
 from utils.qat.core.distributed import from_first, join, on_first, rank, world_size
-from utils.qat.core.errors import QatError
+from utils.qat.core.errors import QatError, naming
 from utils.qat.core.files import distinct_names, write_document, write_json
 from utils.qat.core.log import LOGGER, RESULT, bar, finish, log_to
 from utils.qat.core.machine import describe, machine, machine_table, select_device, versions
@@ -26,6 +26,7 @@ from utils.qat.evaluation.classes import ClassMetrics, distance
 from utils.qat.evaluation.detection_scores import require_annotations
 from utils.qat.evaluation.evaluate import evaluate
 from utils.qat.evaluation.score_tables import class_table, finds_nothing, merit_title, models_table, plot_classes
+from utils.qat.vendors.next_step import after_scoring
 
 FAIR_CONF = 0.01  # AP hardly changes without the detections up to this score
 
@@ -230,6 +231,9 @@ def score_file(
         if baseline:
             _require_alike(predict, baseline, config)
         data = predict.task.load_data(config.data, predict, names_from=config.names_from)
+        if baseline:
+            with naming(f'--baseline {config.baseline}'):
+                baseline.task.load_data(config.data, baseline, names_from=config.names_from)
         square = config.square or exported
         loader = Loaders(data, config, predict.stride, shard=(rank(), world_size())).scored(square)
         require_annotations(data, loader.dataset.im_files)
@@ -251,13 +255,8 @@ def score_file(
             LOGGER.warning(f'{config.weights}: {nothing}')
         before = scored(baseline, 'evaluating the baseline') if baseline else None
         score = Score(config, folder, device, seen, metrics, before)
-        if exported:
-            from utils.qat.vendors.next_step import after_scoring  # here, because a checkpoint needs no engine
-
-            following = after_scoring(config.weights, config.imgsz, config.backend)
-        elif predict.recipe:
-            include = TARGETS[target_of_recipe(predict.recipe).name].include
-            following = export_command(config.weights, config.imgsz, include)
+        if exported or predict.recipe:
+            following = after_scoring(config.weights, config.imgsz, predict.target, config.backend)
         else:
             size, names = typed_sides(config.imgsz), ['--names-from', config.names_from] * bool(config.names_from)
             following = command(

@@ -49,15 +49,6 @@ def load(path: str | Path) -> onnx.ModelProto:
     return model
 
 
-@contextlib.contextmanager
-def naming(path: str | Path) -> Iterator[None]:
-    """Prefix a QatError about the graph with the name of the file."""
-    try:
-        yield
-    except QatError as e:
-        raise QatError(f'{path}: {e}') from e
-
-
 def require_bounded(path: str | Path) -> None:
     """Raise QatError if a file is too large for other libraries, which all inline function calls.
 

@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING
 import onnx
 
 from utils.qat.config.export import PLUGIN
-from utils.qat.core.errors import QatError
-from utils.qat.graph.onnx_file import load, naming
+from utils.qat.core.errors import QatError, naming
+from utils.qat.graph.onnx_file import load
 from utils.qat.graph.onnx_graph import count_qdq
 from utils.qat.graph.passes import store_int8_weights
 from utils.qat.vendors.openvino.graph import for_openvino

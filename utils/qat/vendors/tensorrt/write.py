@@ -145,7 +145,8 @@ class TorchTensorRTFormat(Format):
 
     @override
     def paths(self, export: Export, path: Path) -> list[Path]:
-        return [path.with_name(path.stem + TORCH_TENSORRT_FILES[kind]) for kind in export.config.formats]
+        files = [path.with_name(path.stem + TORCH_TENSORRT_FILES[kind]) for kind in export.config.formats]
+        return files + [sidecar_of(file) for file in files if file.suffix == '.engine']
 
     @override
     @torch.no_grad()

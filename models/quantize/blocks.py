@@ -53,6 +53,13 @@ class Twin:
             setattr(twin, name, Quantizer())
         return twin
 
+    def to_float(self: Any) -> nn.Module:
+        """Make the float block, with the same parameters and submodules."""
+        block = _without_copy(self.float_class, self)
+        for name in self.quantizer_names:
+            delattr(block, name)
+        return block
+
 
 class WeightedTwin(Twin):
     """Mixin of a layer with a weight: its input is quantized per tensor, its weight per output channel (axis 0)."""
@@ -79,6 +86,15 @@ class QuantConv2d(WeightedTwin, nn.Conv2d):
     def weighted(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         """Convolve with another weight: [B, C, H, W] → [B, K, H', W']."""
         return self._conv_forward(x, weight, self.bias)
+
+
+def float_groups(model: nn.Module) -> list[str]:
+    """Put float convolutions in the place of quantized ones with groups, in a model. Returns their paths."""
+    found = [(path, m) for path, m in model.named_modules() if isinstance(m, QuantConv2d) and m.groups > 1]
+    for path, conv in found:
+        parent, _, name = path.rpartition('.')
+        setattr(model.get_submodule(parent), name, conv.to_float())
+    return [path for path, _ in found]
 
 
 class QuantResidual(Twin):

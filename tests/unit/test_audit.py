@@ -50,6 +50,10 @@ BOTH = f'{INT8S} c1 = QDQ(c) d1 = QDQ(d) '  # and d1
 POOLED = '<kernel_shape = [3, 3], pads = [1, 1, 1, 1]>'
 NEAREST, LINEAR = (f'Resize<mode = "{mode}">(c1, "", "", sizes)' for mode in ('nearest', 'linear'))
 
+GROUPS = 'w1 = QDQ<axis = 0>(wg, ws, wz) y = Conv<group = 2>(x1, w1)'
+HALF = {k: v.astype(np.float16) for k, v in VALUES.items() if v.dtype == np.float32}
+TYPED = {'opset': 19, 'dtype': TensorProto.FLOAT16}
+
 GRAPHS = {  # name → text, findings as {kind: where}, and what graph_of needs besides
     'clean': (f'{INT8} y = QConv(c)', {}),
     'clean: pre-quantized weight': (f'{X} w1 = DequantizeLinear<axis = 0>(w8, ws, wz) y = Conv(x1, w1)', {}),
@@ -198,6 +202,12 @@ GRAPHS = {  # name → text, findings as {kind: where}, and what graph_of needs 
         {'scale': 'w1'},
         {'values': {'v': np.float32([0] + [0.1] * (C - 1))}},
     ),
+    'clean: groups': (f'{X} {GROUPS}', {}, {'values': {'wg': WEIGHT[:, : C // 2]}}),
+    'typed groups': (
+        f'{X} {GROUPS}',
+        {'typed groups': 'y'},
+        {'values': HALF | {'wg': HALF['w'][:, : C // 2]}, **TYPED},
+    ),
     'no axis': (f'{QUANTIZED} w1 = QDQ(w, ws, wz) y = Conv(c1, w1)', {'axis': 'w1'}),
     'wrong axis': (f'{QUANTIZED} y = Int8Conv<axis = 1>(c1)', {'axis': 'y w'}),
     'transposed convolution': (f'{QUANTIZED} y = Int8ConvTranspose<axis = 1>(c1)', {}),
@@ -234,9 +244,8 @@ FP16_SCALES = {2.0**-14: False, 6e-5: True, 1e-8: True}  # below 2^-14 a FP16 nu
 
 @pytest.mark.parametrize('value', FP16_SCALES)
 def test_fp16_scales(value):
-    half = {k: v.astype(np.float16) for k, v in VALUES.items() if v.dtype == np.float32}
-    values = {**half, 'v': np.float16(value)}
-    model = graph_of(f'{INT8} y = QConv(c, v)', values=values, opset=19, dtype=TensorProto.FLOAT16)
+    values = {**HALF, 'v': np.float16(value)}
+    model = graph_of(f'{INT8} y = QConv(c, v)', values=values, **TYPED)
     found = audit.audit(model)
     assert [(f.kind, f.where) for f in found.findings] == ([('scale', 'y1')] if FP16_SCALES[value] else [])
     assert found.typing == {'FP16': 2} and found.opset == 19

@@ -10,6 +10,7 @@ import logging
 import shlex
 import warnings
 from collections.abc import Callable, Iterable, Sequence
+from copy import deepcopy
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,7 @@ from typing_extensions import override
 
 from models.deploy.agreement import Agreement, Reference, metadata_of, traceable_copy
 from models.deploy.formats.format import Export, Format, Written, size_of
+from models.quantize.blocks import float_groups
 from models.quantize.convert import float_inside_blocks
 from models.quantize.network import head_of
 from models.quantize.quantizers import UNIT_SCALE, SiLUQuantizer, named_quantizers
@@ -99,13 +101,16 @@ def export_onnx(
     takes normalized images and returns the logits output0 [B, nc]. All of them are FP32.
 
     model: fused; float or quantized. imgsz: multiples of the stride. dynamic: leave the batch axis open. simplify: run onnxslim.
-    half: FP16 outside Q/DQ. int8_weights: store weights with Q/DQ as integers. kept_float: blocks that are float by choice, for
+    half: FP16 outside Q/DQ; convolutions with groups are float. int8_weights: store weights with Q/DQ as integers. kept_float: blocks that are float by choice, for
     the metadata. widths: the multiple to which widths are padded; 1 pads none. layout: gives the checked graph other inputs and
     outputs, such as deepstream_layout. progress: wraps the steps.
 
     Raises:
         QatError: ONNX's checker rejects the graph, or ONNX Runtime does not agree with PyTorch. No file is left.
     """
+    if half:  # TensorRT 10.6 computes INT8 convolutions with groups wrongly in a strongly typed network: docs/tensorrt.md#measured
+        model = deepcopy(model)
+        kept_float = [*kept_float, *float_groups(model)]
     traced = traceable_copy(model, inplace)
     device = next(traced.parameters()).device
     quantizers = [q for _, q in named_quantizers(traced)]

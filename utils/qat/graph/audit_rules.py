@@ -35,6 +35,7 @@ HEAD, DFL, CHOICE = 'output of the head', 'integral over the box distribution (D
 FINDINGS = {  # kind → its meaning
     'not quantized': 'no convolution and no matrix product runs in INT8',
     'float conv': 'convolutions that run in float',
+    'typed groups': 'INT8 convolutions with groups in a strongly typed graph, which TensorRT 10.6 computes wrongly',
     'two scales': 'tensors wanted in two scales',
     'mixed': 'tensors wanted in a scale and in float',
     'unequal concat': 'Concats with unequal scales',
@@ -103,6 +104,18 @@ def float_convs(graph: Graph) -> Iterator[Finding]:
     for node in convs:
         if not is_int8(graph, node) and float_reason(graph, node) not in (HEAD, DFL, CHOICE):
             yield Finding('float conv', name_of(node), float_reason(graph, node))
+
+
+def typed_groups(graph: Graph) -> Iterator[Finding]:
+    """Find the INT8 convolutions with groups whose other types are FP16; docs/tensorrt.md#measured."""
+    for node in graph.nodes:
+        groups = attribute(node, 'group', 1)
+        if (
+            groups > 1
+            and is_int8(graph, node)
+            and graph.values[graph.producer[node.input[0]].input[1]].dtype == np.float16
+        ):
+            yield Finding('typed groups', name_of(node), f'{groups} groups')
 
 
 def demands(graph: Graph) -> Iterator[Finding]:
@@ -399,4 +412,4 @@ def _wrong_zero(zero: np.ndarray, activation: bool, zero_points: str) -> str:
 Rules = tuple[Callable[[Graph], Iterator[Finding]], ...]
 
 SHARED: Rules = (float_convs, demands, moves, duplicates, in_the_way)
-CHECKS: Rules = (*SHARED, adds, not_absorbed, numbers)
+CHECKS: Rules = (*SHARED, typed_groups, adds, not_absorbed, numbers)

@@ -50,19 +50,11 @@ half=()
 "$PYTHON" "$HERE/../export_qat.py" --weights ${float[@]+"${float[@]}"} "$weights" --include onnx --imgsz "${imgsz[@]}" --simplify --trt "$trt" \
     ${half[@]+"${half[@]}"} ${pad[@]+"${pad[@]}"}
 engines=("$model.engine")
-if ((${#float[@]})); then # side by side: a build keeps one CPU core busy
+if ((${#float[@]})); then
     engines=("${float[0]%.*}.engine" "${engines[@]}")
-    set -m # a process group of its own, which ends with this script
-    "$PYTHON" "$HERE/build_engine.py" "${float[0]%.*}.onnx" --imgsz "${imgsz[@]}" </dev/null &
-    building=$!
-    set +m
-    trap 'kill -- "-$building" 2>/dev/null' EXIT
+    "$PYTHON" "$HERE/build_engine.py" "${float[0]%.*}.onnx" --imgsz "${imgsz[@]}"
 fi
 "$PYTHON" "$HERE/build_engine.py" "$model.onnx" --imgsz "${imgsz[@]}" ${graph[@]+"${graph[@]}"}
-if ((${#float[@]})); then
-    wait "$building"
-    trap - EXIT
-fi
 "$PYTHON" "$HERE/../qat.py" eval --weights ${float[@]+"${float[@]}"} "$weights" "${engines[@]}" --data "$data" --imgsz "${imgsz[@]}" --square
 ((${#float[@]} == 0)) || "$PYTHON" "$HERE/../benchmark_trt.py" "${engines[@]}" --duration 5
 if ((${#graph[@]})); then # last: what else there is shall not wait for a picture

@@ -264,10 +264,10 @@ def test_engines_side_by_side(rtx, tmp_path):
     assert [config.engine.exists() for config in configs] == [True, False, True]
 
 
-def test_jobs_are_as_asked_and_one_for_a_core_at_most(monkeypatch):
-    assert jobs_here(7) == 7
-    monkeypatch.setattr('utils.qat.vendors.tensorrt.engine.side_by_side.usable_cores', lambda: 1)
-    assert jobs_here(None) == 1
+@pytest.mark.parametrize('cores, level, jobs', [(1, 0, 1), (6, 0, 3), (64, 0, 8), (64, None, 1), (64, 3, 1)])
+def test_jobs_are_as_asked_and_several_only_where_no_kernel_is_timed(monkeypatch, cores, level, jobs):
+    monkeypatch.setattr('utils.qat.vendors.tensorrt.engine.side_by_side.usable_cores', lambda: cores)
+    assert (jobs_here(7, level), jobs_here(None, level)) == (7, jobs)
 
 
 def test_the_command(rtx, file):

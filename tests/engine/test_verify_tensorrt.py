@@ -142,6 +142,8 @@ def test_the_end_of_a_command_in_words(tmp_path):
     [
         ({}, None),
         ({'ap_difference': -0.006}, 'AP differs by 0.006'),
+        ({'ap_difference': -0.006, 'against_reference': {'chance': 0.002}}, None),
+        ({'ap_difference': -0.006, 'against_reference': {'chance': None}}, 'AP differs by 0.006'),
         ({'matched': 0.9}, '90.00% of the top 10 detections'),
         ({'matched_score': 0.03}, 'scores differ by 0.03'),
         ({'matched_mask': 0.5}, 'masks have an IoU of 0.5'),

@@ -1,4 +1,4 @@
-"""The engines of all kinds, exported and built side by side while the rows wait for them."""
+"""The engines of all kinds, exported and built while the rows wait for them."""
 
 from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import contextmanager
@@ -21,10 +21,10 @@ def building(runner, chosen, speed_files):
     The Future is that of the figures in words; of the row speed, the arguments of benchmark_trt.py. speed_files(runner) exports the
     files of that row and returns these arguments.
     """
-    with ThreadPoolExecutor(jobs_here(runner.config.jobs)) as pool, ThreadPoolExecutor(EXPORTS) as exports:
-        if 'speed' in chosen:  # first: its engines are built with full optimization, one after the other
-            job = replace(runner, commands=[])
-            runner.builds['speed'] = pool.submit(build_measured, job, speed_files), job.commands
+    with (
+        ThreadPoolExecutor(jobs_here(runner.config.jobs, runner.config.level)) as pool,
+        ThreadPoolExecutor(EXPORTS) as exports,
+    ):
         for kind in KINDS:
             rows = [f'{step} {kind}' for step in STEPS if f'{step} {kind}' in chosen]
             first = replace(runner, commands=[])
@@ -32,6 +32,9 @@ def building(runner, chosen, speed_files):
             for row in rows:
                 job = replace(runner, commands=[])
                 runner.builds[row] = pool.submit(build_kind, job, row, exported, first.commands), job.commands
+        if 'speed' in chosen:
+            job, before = replace(runner, commands=[]), [future for future, _ in runner.builds.values()]
+            runner.builds['speed'] = pool.submit(build_measured, job, speed_files, before), job.commands
         yield
         for queue in (exports, pool):
             queue.shutdown(wait=False, cancel_futures=True)
@@ -54,10 +57,14 @@ def build_kind(runner, row, exported, earlier):
     return f'{built["precision"]}, {built["bytes"] / 1e6:.1f} MB, {by}'
 
 
-def build_measured(runner, speed_files):
-    """Build the engines that the row speed measures when nothing is built any more; returns the arguments of benchmark_trt.py."""
+def build_measured(runner, speed_files, before):
+    """Build the engines that the row speed measures; returns the arguments of benchmark_trt.py.
+
+    They are built with full optimization, so that they wait for the other builds (`before`), one after the other.
+    """
     runner.need_gpu()
     words = speed_files(runner)
+    wait(before)
     least = '--duration', 0.01, '--warmup', '0ms', '--jobs', 1  # this is one of the pool's jobs
     runner.run('benchmark_trt.py', *words, *least, '--project', 'measured', '--name', 'speed-built', '--exist-ok')
     return words

@@ -25,7 +25,7 @@ PRECISIONS = ('auto', 'fp32', 'fp16', 'int8')  # of an engine that is built
 MEASURED = ('fp32', 'bf16', 'fp16', 'int8')  # of a benchmark
 WORKSPACE = 4096  # MiB. Fixed, so that a build does not depend on the free memory
 MEMORY = Range(1, words='be 1 (MiB) or more')
-JOBS = (None, 'engines that are built at a time; default: 3, or one for each CPU core if there are fewer')
+JOBS = (None, 'engines that are built at a time; default: 1, or of level 0 up to 8')
 measurement = partial(option, group='measurement')
 comparison = partial(option, group='comparison')
 
@@ -279,8 +279,8 @@ class VerifyConfig(FolderConfig):
         20.0, 'time for all rows; rows that have not begun by then are skipped', allowed=Range(0, without=0)
     )
     jobs: int | None = option(*JOBS, metavar='N', allowed=Range(1))
-    level: int | None = option(
-        None,
+    level: int = option(
+        0,
         "TensorRT's optimization level, 0 (fast build) to 5, of all engines but those whose speed is measured",
         allowed=Range(0, 5),
     )

@@ -66,7 +66,7 @@ class MeasuredTensorRT(Measured):
     @staticmethod
     @override
     def build_missing(measurements: Sequence[Measurement], conditions: Conditions) -> None:
-        """Build the engines that do not exist or do not fit the device, side by side."""
+        """Build the engines that do not exist or do not fit the device."""
         planned = [config for one in measurements if (config := engine_of(one, conditions))]
         missing = {
             config.engine: config
@@ -75,7 +75,7 @@ class MeasuredTensorRT(Measured):
         }
         if missing:
             conditions.failed.update(
-                build_engines(list(missing.values()), jobs_here(conditions.config.jobs), conditions.device)
+                build_engines(list(missing.values()), jobs_here(conditions.config.jobs, None), conditions.device)
             )
 
     @staticmethod

@@ -1,4 +1,4 @@
-"""Build several engines side by side: a build alone keeps one CPU core busy, and the GPU idle most of the time."""
+"""Build several engines, one after the other or side by side."""
 
 from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
@@ -15,14 +15,15 @@ from utils.qat.core.log import LOGGER
 from utils.qat.core.machine import usable_cores
 from utils.qat.vendors.tensorrt.engine.build import EngineFromOnnx
 
-# On one H100 (TensorRT 10.6) a build of YOLOv9-t takes 200 to 350 s alone; three at a time took 767 to 1,086 s, because each times its kernels on
-# the GPU that they share, and of 12 at a time none had ended after 470 s. Not threads of one process: TensorRT's lock and Python's wait for each other.
-JOBS = 3
+# On one H100 (TensorRT 10.6) three builds of YOLOv9-t at a time took 767 to 1,086 s, and 200 to 350 s each alone: each times its kernels on the GPU
+# that they share. Builds of level 0 time none: 52 s alone, 84 s eight at a time. Not threads of one process: TensorRT's lock and Python's wait for
+# each other.
+FAST_JOBS = 8
 
 
-def jobs_here(asked: int | None) -> int:
-    """Return the number of builds at a time: as asked, else JOBS, or one for each CPU core if there are fewer."""
-    return asked or min(usable_cores(), JOBS)
+def jobs_here(asked: int | None, level: int | None) -> int:
+    """Return the number of builds at a time: as asked, else one, or of level 0 FAST_JOBS, if two CPU cores are there for each."""
+    return asked or (max(1, min(usable_cores() // 2, FAST_JOBS)) if level == 0 else 1)
 
 
 def build_engines(configs: Sequence[BuildConfig], jobs: int, device: torch.device) -> dict[Path, str]:

@@ -119,34 +119,21 @@ def quantize(config: QuantizeConfig, folder: Path | None) -> None:
 
     folder: see run_folder.run_folder. With config.resume it has an interrupted run, which continues.
     """
-    from models.quantize.run.inputs import open_inputs, open_run
-    from models.quantize.run.keeper import Keeper
-    from models.quantize.run.scorer import StageScorer
-    from models.quantize.run.stages import run_ptq, run_qat, score_on_val
+    from models.quantize.run.inputs import open_inputs
+    from models.quantize.run.run import open_run
+    from models.quantize.run.stages import run_stages
     from utils.qat.core.run_folder import DELIVERED
     from utils.qat.run.report import conclusions, export_of_run, run_table
     from utils.qat.run.state import STATE
 
-    inputs = open_inputs(config)
-    of_run = open_run(inputs)
-    folder = open_folder(inputs, folder)
-    keeper = Keeper(folder, inputs, of_run.numbers)
-    scorers = {split: StageScorer(inputs, keeper.state, split, loader) for split, loader in of_run.scored.items()}
-    scorer = scorers[keeper.state.chosen_on]
-    with resumable(folder / STATE, repeated('qat.py', 'quantize', '--resume', folder)):
-        if of_run.calibration and not keeper.state.ptq:
-            run_ptq(inputs, of_run.calibration, scorer, keeper)
-        of_run.calibration = None  # ends the processes that load its images
-        if of_run.training:
-            run_qat(inputs, of_run.training, scorer, keeper)
-        if scorer is not scorers['val']:
-            score_on_val(scorers['val'], keeper)
-        keeper.finish()
-    report = keeper.state.report()
-
-    seen = f'images {inputs.task.seen_as(inputs.config.imgsz, False)}'
-    LOGGER.log(RESULT, '\n'.join(('', seen, '', run_table(report, brief=True), '', *conclusions(report), '')))
-    finish(export_of_run(folder, report), report=folder / 'report.md', weights=folder / DELIVERED)
+    run = open_run(open_inputs(config))
+    run.start(open_folder(run, folder))
+    with resumable(run.folder / STATE, repeated('qat.py', 'quantize', '--resume', run.folder)):
+        run_stages(run)
+    state, folder = run.state, run.folder
+    seen = f'images {run.task.seen_as(run.config.imgsz, False)}'
+    LOGGER.log(RESULT, '\n'.join(('', seen, '', run_table(state, brief=True), '', *conclusions(state), '')))
+    finish(export_of_run(folder, state.settings), report=folder / 'report.md', weights=folder / DELIVERED)
 
 
 def sensitive(config: SensitiveConfig, folder: Path | None) -> None:
@@ -161,7 +148,6 @@ def sensitive(config: SensitiveConfig, folder: Path | None) -> None:
     from models.quantize.run.inputs import open_inputs
     from utils.qat.core.machine import versions
     from utils.qat.evaluation.chance import in_words
-    from utils.qat.evaluation.score_tables import merit_title
     from utils.qat.run.sensitivity_summary import FILE, change_in, summary_table, write_summary
 
     inputs = open_inputs(config)
@@ -201,15 +187,15 @@ def sensitive(config: SensitiveConfig, folder: Path | None) -> None:
         *('qat.py', 'quantize', *typed_words(shared, QuantizeConfig)),
         *('--sensitive', folder / FILE, '--max-drop', 0.2),
     )
-    on_first(write_summary)(folder, summary, following)
+    on_first(write_summary)(folder, summary, inputs.task, following)
     LOGGER.info('  '.join(f'{k} {v:.1f} s' for k, v in times.items()))
     if 'against_float' in found['int8']:
         LOGGER.info(
-            f'all {change_in(summary)} against float: {in_words(found["int8"]["against_float"], merit_title(found["int8"]))} on these {summary["images"]} images'
+            f'all {change_in(summary)} against float: {in_words(found["int8"]["against_float"], inputs.task.metrics.choosing()[1])} on these {summary["images"]} images'
         )
     LOGGER.log(
         RESULT,
-        f'\n{summary["images"]} images {inputs.task.seen_as(config.imgsz, True)}\n\n{summary_table(summary, 10)}\n',
+        f'\n{summary["images"]} images {inputs.task.seen_as(config.imgsz, True)}\n\n{summary_table(summary, inputs.task, 10)}\n',
     )
     finish(following, summary=folder / FILE, report=folder / 'sensitivity.md')
 

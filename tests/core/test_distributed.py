@@ -237,7 +237,7 @@ result['histograms'] = [(h.counts, h.exponent, h.largest, h.ends) for h in histo
 
 options = EvalConfig(job['single'], job['data'], batch_size=job['batch'], imgsz=128, workers=0)
 result['metrics'] = evaluate(TorchModel(student()), Loaders(data, options, 32, shard=(me, 2)).scored(), data.names, cpu,
-                             predictions_file=job['folder'] / 'pair.json').plain()
+                             predictions_file=job['folder'] / 'pair.json').to_json()
 
 model = student()
 if me:
@@ -332,7 +332,7 @@ def test_figures_and_detections_are_those_of_one_process(small, pair):
     config = EvalConfig(small.single, small.data, batch_size=BATCH, imgsz=128, workers=0)
     loader, alone = Loaders(data, config, 32).scored(), folder / 'alone.json'
     metrics = evaluate(model, loader, data.names, CPU, predictions_file=alone)
-    assert first['metrics'] == second['metrics'] == metrics.plain()
+    assert first['metrics'] == second['metrics'] == metrics.to_json()
     assert alone.read_text() == (folder / 'pair.json').read_text()
 
 

@@ -31,7 +31,8 @@ from models.quantize.calibration.calibrate import fit_ranges
 from models.quantize.calibration.divergence import HeadOutputs
 from models.quantize.convert import quantize_model
 from models.quantize.finetuning.loop import adapt
-from models.quantize.run.inputs import open_inputs, open_run
+from models.quantize.run.inputs import open_inputs
+from models.quantize.run.run import open_run
 from models.quantize.scales import never_negative, tie_scales
 from test_resume import alike
 from utils.qat.backends.detections import prepared
@@ -235,7 +236,7 @@ def test_with_relu_an_epoch_has_iters_steps_on_labels(small, changes, labelled, 
     hyp = opened.training.loader.dataset.dataset.hyp
     if changes['activation'] == 'relu':
         assert (hyp['fliplr'], hyp['mosaic']) == (0, 0)
-        learnt = opened.calibration.adaptation.loader.dataset.dataset.hyp
+        learnt = opened.adaptation.loader.dataset.dataset.hyp
         assert learnt['fliplr'] and learnt['mosaic']
 
 

@@ -20,15 +20,13 @@ from utils.qat.core.errors import QatError
 from utils.qat.core.machine import PACKAGES
 from utils.qat.core.run_folder import DELIVERED, writing
 from utils.qat.evaluation.chance import RESAMPLES
-from utils.qat.evaluation.score_tables import is_scored
-from utils.qat.run.state import ADAPTED, EPOCH, FLOAT, FORMAT, PTQ, STATE, State, unfit_state
+from utils.qat.evaluation.metrics import METRICS
+from utils.qat.run.state import FORMAT, STATE, State, unfit_state
 from utils.qat.untrusted.json_schema import (
     AGAINST,
     CALIBRATION,
-    CLASS_METRICS,
     COUNT,
     INDEX,
-    METRICS,
     NONE,
     NUMBER,
     POSITIVE,
@@ -43,8 +41,6 @@ from utils.qat.untrusted.plain_values import read_values
 
 FREE = ('device', 'workers')  # options that change no result
 NAMED = re.compile(r'weights/[^/\0]*\.pt')
-# of a stage: of a detector, or of a classifier
-STAGES = METRICS, CLASS_METRICS
 
 
 def json_kinds(kind: type[Settings]) -> dict[str, Any]:
@@ -75,7 +71,8 @@ def _shares(value: Any) -> bool:
 
 
 LOSS = NONE, POSITIVE  # of an adaptation; None if nothing was learnt
-SCORED = tuple({**metrics, 'sqnr': SQNR, 'against_float?': AGAINST, 'file': _file} for metrics in STAGES)
+STAGES = tuple(kind.kinds for kind in METRICS)
+SCORED = tuple({**scores, 'sqnr': SQNR, 'against_float?': AGAINST, 'file': _file} for scores in STAGES)
 KINDS = {  # the file: see State, and json_schema.misfit for the form. Settings are checked later
     'format': INDEX,
     'settings': {str: anything},
@@ -154,59 +151,43 @@ def read_state(folder: Path) -> State:
     if content['settings'].keys() != kinds.keys():
         differ = ', '.join(sorted(content['settings'].keys() ^ kinds.keys()))
         raise _another_version(folder, f' (settings that differ: {ascii(differ)[1:200]})')
-    wrong = misfit(content['settings'], kinds, 'settings') or _contradiction(content) or _unlike_resamples(content)
+    del content['format']
+    state = State.of(content)
+    wrong = misfit(content['settings'], kinds, 'settings') or _contradiction(state) or _unlike_resamples(state)
     if wrong:
         raise unfit_state(folder, wrong)
-    del content['format']
-    state = State(**content)
-    for file in (
-        DELIVERED,
-        state.best_file,
-        *(stage['file'] for stage in (state.adapted, state.ptq, *state.epochs) if stage),
-    ):
-        _require_no_link(folder, file)
+    for name in (DELIVERED, state.best_file, *(stage.file for _, stage in state.models() if stage.file)):
+        _require_no_link(folder, name)
     return state
 
 
-def _contradiction(content: dict[str, Any]) -> str | None:
+def _contradiction(state: State) -> str | None:
     """Find a place in a valid state that contradicts another place; None if there is none."""
-    settings, images, epochs, training = (content[key] for key in ('settings', 'images', 'epochs', 'training'))
-    stages = [*([content['ptq']] if is_scored(content['ptq']) else []), *epochs]
-    return next(
-        (
-            place
-            for place, wrong in (
-                ('settings.dry_run', settings['dry_run']),
-                ('settings.epochs', content['ptq'] and not settings['epochs']),
-                ('ptq', not content['ptq'] and (settings['activation'] == 'keep' or epochs)),
-                ('calibration', (content['calibration'] is None) != (content['ptq'] is None)),
-                ('adapted', content['adapted'] and settings['activation'] == 'keep'),
-                ('epochs', [e['epoch'] for e in epochs] != [*range(1, len(epochs) + 1)]),
-                ('epochs', len({('mask' in stage, 'top1' in stage) for stage in stages}) > 1),
-                ('training', training is None and epochs),
-                ('training.number', content['ptq'] and training and training['number'] != len(epochs) + 1),
-                (
-                    'training.number',
-                    training and training['number'] > settings['epochs' if content['ptq'] else 'activation_epochs'],
-                ),
-                ('images', ('held out' in images) != (settings['val_split'] > 0)),
-                ('resampled', content['resampled'].keys() != images.keys() - {'train'}),
-            )
-            if wrong
-        ),
-        None,
-    )
+    settings, images, epochs, training = state.settings, state.images, state.epochs, state.training
+    kinds = {(type(metrics), bool(metrics.mask)) for metrics in state.scored().values()}
+    planned = settings['epochs' if state.ptq else 'activation_epochs']
+    contradictions = {
+        'settings.dry_run': settings['dry_run'],
+        'settings.epochs': state.ptq and not settings['epochs'],
+        'ptq': not state.ptq and (settings['activation'] == 'keep' or epochs),
+        'calibration': (state.calibration is None) != (state.ptq is None),
+        'adapted': state.adapted and settings['activation'] == 'keep',
+        'epochs': [e.epoch for e in epochs] != [*range(1, len(epochs) + 1)] or len(kinds) > 1,
+        'training': training is None and epochs,
+        'training.number': training
+        and (training['number'] > planned or (state.ptq and training['number'] != len(epochs) + 1)),
+        'images': ('held out' in images) != (settings['val_split'] > 0),
+        'resampled': state.resampled.keys() != images.keys() - {'train'},
+    }
+    return next((place for place, wrong in contradictions.items() if wrong), None)
 
 
-def _unlike_resamples(content: dict[str, Any]) -> str | None:
+def _unlike_resamples(state: State) -> str | None:
     """Find a scored model without its resampled AP, or values of another shape; None if there is none."""
-    images = 'held out' if 'held out' in content['images'] else 'val'
-    scored = {FLOAT: content['origin'], ADAPTED: content['adapted'], PTQ: content['ptq']}
-    scored |= {EPOCH.format(e['epoch']): e for e in content['epochs']}
-    needed = {name: metrics for name, metrics in scored.items() if is_scored(metrics)}
-    shape = 1 + RESAMPLES * (content['images'][images] > 1), 1 + any('mask' in m for m in needed.values())
-    given = content['resampled'][images]
-    if not needed.keys() <= given.keys() or any(values.shape != shape for values in given.values()):
+    images, scored = state.chosen_on, state.scored()
+    shape = 1 + RESAMPLES * (state.images[images] > 1), 1 + any(metrics.mask for metrics in scored.values())
+    given = state.resampled[images]
+    if not scored.keys() <= given.keys() or any(values.shape != shape for values in given.values()):
         return f'resampled.{images}'
     return None
 

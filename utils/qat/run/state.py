@@ -4,7 +4,8 @@ The models of all stages are scored on the same images, and these scores choose 
 epoch 0, the calibrated model. They are compared by their AP on the same resamples of the images: see chance.py.
 """
 
-from dataclasses import dataclass, field
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ import numpy as np
 
 from utils.qat.core.errors import QatError
 from utils.qat.evaluation.chance import difference, difference_of_merit
-from utils.qat.evaluation.score_tables import is_scored, merit
+from utils.qat.evaluation.metrics import Metrics, from_json
 
 FLOAT, ADAPTED, PTQ, BEST, EPOCH = 'float', 'adapted', 'PTQ', 'best', 'epoch {}'  # names of the scored models
 LAST = 3  # last epochs whose mean AP is reported: unlike the best epoch, their mean is not the maximum of many
@@ -21,8 +22,34 @@ FORMAT = 3  # of the file; in format 1 a part of it was in report.json, format 2
 
 
 @dataclass
+class Stage:
+    """A model of a run, and what was measured of it."""
+
+    metrics: Any = None  # Metrics; None if it is not scored
+    file: str = ''  # in the folder; '' of the float model
+    epoch: int | None = None  # of the fine-tuning, from 1; of the best model 0 = calibrated
+    loss: float | None = None  # of the last epoch that it learnt
+    against_float: Any = None  # see chance.difference
+    sqnr: dict[str, float] | None = None  # of each part of the head's outputs, in dB
+
+    def to_json(self) -> dict[str, Any]:
+        """Return plain values, the metrics among them."""
+        own = {name: value for name, value in vars(self).items() if name in OWN and value not in (None, '')}
+        return {**(self.metrics.to_json() if self.metrics else {}), **own}
+
+    @classmethod
+    def of(cls, values: dict[str, Any] | None) -> 'Stage | None':
+        """Read what `to_json` returned."""
+        own = {name: value for name, value in (values or {}).items() if name in OWN}
+        return None if values is None else cls(from_json(values), **own)
+
+
+OWN = 'file', 'epoch', 'loss', 'against_float', 'sqnr'
+
+
+@dataclass
 class State:
-    """The settings of a run, and the results of its stages so far. All but `resampled` and `training` are plain values."""
+    """The settings of a run, and the results of its stages so far."""
 
     settings: dict[str, Any]  # see QuantizeConfig.plain
     versions: dict[str, str]
@@ -30,17 +57,14 @@ class State:
     machine: dict[str, Any]
     classes: dict[str, str]  # class index → name
     images: dict[str, int]  # 'val', 'held out' and 'train' → number of images
-    origin: dict[str, Any] | None = None  # plain metrics of the float model
-    # Plain metrics of the float model with other activation functions, 'file' and 'loss'; None without --activation
-    adapted: dict[str, Any] | None = None
+    origin: Stage | None = None  # the float model
+    adapted: Stage | None = None  # the float model with other activation functions; None without --activation
     kept_activations: list[str] = field(default_factory=list)  # paths of functions that a summary left as they were
     calibration: dict[str, Any] | None = None  # see ptq.calibrated
     kept_float: list[str] = field(default_factory=list)  # paths of blocks
-    ptq: Any = None  # plain metrics of the calibrated model, and 'file'
-    epochs: list[dict[str, Any]] = field(
-        default_factory=list
-    )  # the same of each scored epoch, 'epoch' from 1 and 'loss'
-    val: dict[str, Any] | None = None  # plain metrics on val, if held-out images chose
+    ptq: Any = None  # Stage: the calibrated model; None before
+    epochs: list[Stage] = field(default_factory=list)
+    val: dict[str, Stage] | None = None  # 'origin', 'ptq' and 'best' on val, if held-out images chose
     times: dict[str, float] = field(default_factory=dict)  # work → seconds
     changed: dict[str, dict[str, str]] = field(default_factory=dict)  # changed versions in a resumed run, by time
     resampled: dict[str, dict[str, np.ndarray]] = field(default_factory=dict)  # images → model → chance.resampled_ap
@@ -53,13 +77,23 @@ class State:
         """The images that choose the best model: those held out, or else val."""
         return 'held out' if 'held out' in self.images else 'val'
 
+    def models(self) -> Iterator[tuple[str, Stage]]:
+        """Yield the models so far, with their names in the tables, in the order of the run."""
+        named = (FLOAT, self.origin), (ADAPTED, self.adapted), (PTQ, self.ptq)
+        yield from ((name, stage) for name, stage in named if stage)
+        yield from ((EPOCH.format(stage.epoch), stage) for stage in self.epochs)
+
+    def scored(self) -> dict[str, Metrics]:
+        """Return the metrics of the models that are scored, by their names."""
+        return {name: stage.metrics for name, stage in self.models() if stage.metrics}
+
     @property
-    def best(self) -> dict[str, Any] | None:
-        """The best stage by score_tables.merit, the first of equals; None before the first epoch."""
+    def best(self) -> Stage | None:
+        """The best stage by Metrics.merit, the first of equals; None before the first epoch. Its file is not the copy."""
         if not self.epochs:
             return None
-        ptq = [{'epoch': 0, **self.ptq}] if is_scored(self.ptq) else []  # fine-tuning may gain nothing
-        return max([*ptq, *self.epochs], key=merit)
+        ptq = [replace(self.ptq, epoch=0)] if self.ptq and self.ptq.metrics else []  # fine-tuning may gain nothing
+        return max([*ptq, *self.epochs], key=lambda stage: stage.metrics.merit)
 
     @property
     def best_file(self) -> str:
@@ -70,7 +104,7 @@ class State:
     def gain(self) -> dict[str, Any] | None:
         """Compare the best model with PTQ; None if one of the two is not scored."""
         best, of = self.best, self.resampled['val' if self.val else self.chosen_on]
-        name = BEST if self.val else EPOCH.format(best['epoch']) if best and best['epoch'] else PTQ
+        name = BEST if self.val else EPOCH.format(best.epoch) if best and best.epoch else PTQ
         return difference_of_merit(of[PTQ], of[name]) if best and PTQ in of else None
 
     @property
@@ -81,17 +115,38 @@ class State:
             return None
         return difference(of[FLOAT], sum(of[EPOCH.format(n)] for n in range(number - LAST + 1, number + 1)) / LAST)
 
+    def to_json(self) -> dict[str, Any]:
+        """Return the fields as plain values, but for the arrays and tensors of `resampled` and `training`."""
+        found = {name: _plain(value) for name, value in vars(self).items()}
+        if self.adapted:
+            found['adapted'].setdefault('loss', None)  # of functions that need no learning
+        return found
+
+    @classmethod
+    def of(cls, values: dict[str, Any]) -> 'State':
+        """Read what `to_json` returned."""
+        stages: dict[str, Any] = {name: Stage.of(values[name]) for name in ('origin', 'adapted', 'ptq')}
+        return cls(**{**values, **stages, 'epochs': [Stage.of(values) for values in values['epochs']]})
+
     def report(self) -> dict[str, Any]:
         """Return the content of report.json."""
         beside = {'resampled', 'training', *(() if self.changed else ('changed',))}
-        best = self.best
         return {
-            **{name: value for name, value in vars(self).items() if name not in beside},
+            **{name: value for name, value in self.to_json().items() if name not in beside},
             'chosen_on': self.chosen_on,
-            'best': {**best, 'file': self.best_file} if best else None,
+            'best': {**self.best.to_json(), 'file': self.best_file} if self.best else None,
             'gain': self.gain,
             'last_epochs': self.last_epochs,
         }
+
+
+def _plain(value: Any) -> Any:
+    """Make plain values of a stage, of stages in a list and of stages in a dict."""
+    if isinstance(value, dict):
+        return {key: _plain(part) for key, part in value.items()}
+    if isinstance(value, list):
+        return [_plain(part) for part in value]
+    return value.to_json() if isinstance(value, Stage) else value
 
 
 def unfit_state(folder: Path, wrong: str) -> QatError:

@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING, Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))  # the patched tree; PYTHONSAFEPATH leaves it out
 from utils.qat.config.common import FolderConfig
-from utils.qat.config.qat import EvalConfig, QuantizeConfig, SensitiveConfig
-from utils.qat.config.settings import add_options, settings_of, typed_words
+from utils.qat.config.qat import DECIDERS, EvalConfig, QuantizeConfig, SensitiveConfig
+from utils.qat.config.settings import add_options, flag_of, plain, settings_of, typed_words
 from utils.qat.config.tables import CHECKPOINTS, EXPORTED
 from utils.qat.core.command import Parser, command, explain_out_of_memory, repeated, resumable, run_command
 from utils.qat.core.distributed import from_first, leave, on_first
@@ -64,9 +64,11 @@ def dry_run(config: QuantizeConfig) -> None:
     from tempfile import TemporaryDirectory
 
     from models.quantize import checkpoint
-    from models.quantize.activations import chosen_activations, with_activation
-    from models.quantize.calibration.ptq import FloatBlocks, prepare
+    from models.quantize.activations import chosen_activations
+    from models.quantize.calibration.ptq import prepare
+    from models.quantize.kept import kept_of
     from models.quantize.network import layers
+    from models.quantize.plan import resolve
     from utils.qat.backends.pytorch import TorchModel
     from utils.qat.run.report import dry_run_tables
     from utils.qat.untrusted.torchvision_weights import fetched
@@ -75,12 +77,11 @@ def dry_run(config: QuantizeConfig) -> None:
         file = checkpoint.CheckpointFile(fetched(config.weights, Path(scratch)))
         model = file.load_float()
     loaded = TorchModel(model)
-    config.for_model(loaded)
-    config = with_activation(model, config)
+    config = resolve(config, loaded, 'cuda')  # which allows every option: nothing is computed there
     named = {path: type(m).__name__ for path, m in layers(model).items()}
     if config.exchanges:
         LOGGER.log(RESULT, f'{len(chosen_activations(model, config))} activation functions become {config.activation}')
-    conversion, groups = prepare(model, config, FloatBlocks.of(model, config, file.sha256).paths)
+    conversion, groups = prepare(model, config, kept_of(model, config, file.sha256)[0].paths)
     tables, scales = dry_run_tables(named, conversion.swapped, conversion.kept_float, groups)
     LOGGER.log(RESULT, f'\n{tables}')
     LOGGER.debug(scales)
@@ -104,13 +105,14 @@ def open_folder(inputs: Inputs, folder: Path | None) -> Path:
 
     init_seeds(inputs.config.seed)
     torch.backends.cudnn.deterministic = True
-    torch.backends.cudnn.allow_tf32 = False  # its 10-bit mantissa is coarser than the INT8 grid it would simulate
     folder = from_first(folder)
     on_first(log_to)(folder / 'log.txt')
     square = isinstance(inputs.config, SensitiveConfig)
     LOGGER.info(
         f'device {describe(inputs.device)}, images scored {inputs.task.seen_as(inputs.config.imgsz, square)}, results in {folder}'
     )
+    for name in inputs.config.decided:
+        LOGGER.debug(f'{flag_of(name)} {plain(getattr(inputs.config, name))}: decided by {DECIDERS[name]}')
     return folder
 
 
@@ -229,7 +231,7 @@ def main(argv: Sequence[str] | None = None, **needs: Any) -> None:
         argv: None = the words of this process.
         **needs: only_task: refuse a model of another task.
     """
-    configs: list[Any] = [replace(config, **needs, data=config.data_file) for config in parse_args(argv)]
+    configs: list[Any] = [replace(config, **needs) for config in parse_args(argv)]
     config = configs[0]
     if isinstance(config, QuantizeConfig) and config.dry_run:
         return dry_run(config)

@@ -195,7 +195,7 @@ sys.path.insert(0, '.')
 import torch
 from models.quantize import checkpoint
 from models.quantize.calibration.calibrate import Histogram, merge_histograms
-from models.quantize.finetuning.loop import finetune, supervised_layers
+from models.quantize.finetuning.loop import Learning, finetune, supervised_layers
 from models.quantize.finetuning.training_step import NotFinite, TrainingStep
 from utils.qat.core import distributed
 from utils.qat.core.machine import select_device
@@ -242,9 +242,9 @@ result['metrics'] = evaluate(TorchModel(student()), Loaders(data, options, 32, s
 model = student()
 if me:
     model.model[0].conv.bias.data += 1  # they need not agree before
-config = QuantizeConfig(job['single'], job['data'], hyp=job['hyp'], batch_size=job['batch'], imgsz=128, workers=0, epochs=2, lr=1e-4, amp='off')
+config = QuantizeConfig(job['single'], job['data'], hyp=job['hyp'], batch_size=job['batch'], imgsz=128, workers=0)
 images = Loaders(data, config, 32, cpu, (me, 2)).training(load_hyp(job['hyp']))
-result['losses'] = [epoch.loss for epoch in finetune(model, teacher, images, config)]
+result['losses'] = [epoch.loss for epoch in finetune(model, teacher, images, Learning(2, 200, 1e-4))]
 result['finetuned'] = state(model)
 torch.save(result, job['folder'] / f'{me}.pt')
 distributed.leave()

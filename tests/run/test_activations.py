@@ -19,18 +19,19 @@ from models.quantize.activations import (
     POLYNOMIAL,
     REPLACED,
     PolynomialSiLU,
+    activation_for,
     chosen_activations,
     exchangeable,
     exchanged,
     exchanges,
     finished,
     restored,
-    with_activation,
 )
+from models.quantize.adapt import adapt
 from models.quantize.calibration.calibrate import fit_ranges
 from models.quantize.calibration.divergence import HeadOutputs
 from models.quantize.convert import quantize_model
-from models.quantize.finetuning.loop import adapt
+from models.quantize.finetuning.loop import Learning
 from models.quantize.run.inputs import open_inputs
 from models.quantize.run.run import open_run
 from models.quantize.scales import never_negative, tie_scales
@@ -76,9 +77,8 @@ def test_without_activation_only_yolov9_for_openvino_gets_the_polynomial(small, 
         (exchanged_model(small, 'polynomial'), 'keep'),
         (classifiers.build('efficientnet_b0'), 'keep'),  # has SiLU, but was not measured
     ):
-        found = with_activation(network, settings(target=name))
-        assert (found.activation, found.decided) == (expected, ('activation',)), 'decided, not typed'
-    assert with_activation(model, settings(target=name, activation='keep')) == settings(target=name, activation='keep')
+        assert activation_for(network, settings(target=name)) == expected
+    assert activation_for(model, settings(target=name, activation='keep')) == 'keep'
 
 
 def test_a_run_for_openvino_delivers_the_polynomial_unless_silu_is_to_stay(small, tmp_path):
@@ -203,9 +203,8 @@ def test_the_model_learns_its_new_functions(small):
     teacher = small.float_model()
     student = exchanged(teacher, 'relu', exchangeable(teacher, 'relu'))
     untaught = output(finished(deepcopy(student)), IMAGES[0])
-    config = settings(activation='relu', activation_epochs=3, iters=10)
     images = Counted()
-    epochs = list(adapt(student, teacher, images, config))
+    epochs = list(adapt(student, teacher, images, Learning(3, 10, 1e-3, boxes=True)))
     assert [e.steps for e in epochs] == [10, 10, 10], 'an epoch has --iters steps, however few the images'
     assert images.seen == [*range(12)]
     finished(student).eval()

@@ -35,7 +35,7 @@ from utils.qat.core.errors import QatError
 from utils.qat.core.files import sha256
 from utils.qat.core.run_folder import LOCK, run_folder, writing
 from utils.qat.core.text import literal
-from utils.qat.run.report import headline
+from utils.qat.run.report import conclusions, headline
 from utils.qat.run.resume import read_state
 from utils.qat.run.sensitivity_summary import FILE, read_summary
 from utils.qat.run.state import STATE, Stage
@@ -690,6 +690,22 @@ def test_the_cost_in_one_sentence(difference, says):
     against = {'difference': difference, 'chance': 0.005}
     sentence = headline(state_of(ptq=Stage(scores(), 'weights/ptq.pt', against_float=against)))
     assert sentence.startswith(says) and sentence.endswith('; weights/best.pt is the model to export.')
+
+
+def test_a_loss_by_other_activation_functions_is_not_booked_to_int8():
+    lost = {'difference': -0.1, 'chance': 0.01}
+    models = {
+        'adapted': Stage(scores(0.4), 'a.pt', against_float=lost),
+        'ptq': Stage(scores(0.4), 'p.pt', against_float=lost),
+    }
+    state = state_of(**models, resampled={'val': {'adapted': np.full((3, 1), 0.4), 'PTQ': np.full((3, 1), 0.4)}})
+    state.settings['activation'] = 'relu'
+    begin = 'INT8 costs nothing that these images show: AP 0.4000, against float with relu +0.00 ± 0.00 points of AP'
+    assert headline(state).startswith(begin)
+    said = ' '.join(conclusions(state))
+    assert 'Float with relu against float: -10.00 ± 1.00' in said and 'INT8 against float: -10.00 ± 1.00' in said
+    state.resampled['val'].clear()
+    assert headline(state).startswith('INT8 with relu costs 10.00 points of AP beyond chance')
 
 
 @pytest.mark.parametrize(

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 import torch.nn as nn
 
-from models.quantize.activations import with_activation
 from models.quantize.checkpoint import CheckpointFile
+from models.quantize.plan import resolve
 from utils.qat.backends.pytorch import TorchModel
 from utils.qat.config.qat import CalibrationConfig, QuantizeConfig
 from utils.qat.config.tasks import Task
@@ -35,13 +35,11 @@ class Inputs:
 def open_inputs(config: CalibrationConfig) -> Inputs:
     """Load the float model and check its data."""
     device = select_device(config.device)
-    if isinstance(config, QuantizeConfig):
-        config = config.on(device.type)
     join(device)
     with quiet_upstream():
         file = CheckpointFile(config.weights)
         model = TorchModel(file.load_float(device))
-    config = with_activation(model.model, config.for_model(model))
+    config = resolve(config, model, device.type)
     data = model.task.load_data(config.data, model, names_from=config.names_from)
     if config.names_from == 'data' or is_numbered(model.names):
         model.model.names = data.names

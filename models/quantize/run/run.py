@@ -16,8 +16,8 @@ from torch.utils.data import DataLoader
 
 from models.quantize.activations import chosen_activations
 from models.quantize.blocks import is_quantized
-from models.quantize.calibration.ptq import FloatBlocks
 from models.quantize.checkpoint import CheckpointFile, save_float, save_quantized
+from models.quantize.kept import Kept, kept_of
 from models.quantize.network import require_known_head
 from models.quantize.run.inputs import Inputs
 from utils.qat.core.distributed import from_first, is_first, on_first
@@ -41,8 +41,9 @@ class Run(Inputs):
     """A run of `quantize` in `folder`, PROJECT/NAME; `start` opens the folder and makes the state, or reads it to go on."""
 
     scored: dict[str, DataLoader]  # 'val', and 'held out' if images are held out
-    float_blocks: Any  # FloatBlocks; None in a run that goes on after the calibration
-    calibration: Any  # Images, likewise
+    float_blocks: Kept
+    float_functions: Kept  # activation functions that are not exchanged
+    calibration: Any  # Images; None in a run that goes on after the calibration
     adaptation: TrainingImages | None  # None if no activation function has to be learnt
     training: TrainingImages | None  # None without fine-tuning
     folder: Path = field(init=False)
@@ -179,33 +180,27 @@ def open_run(inputs: Inputs) -> Run:
     config, images, task, model = inputs.config, inputs.images, inputs.task, inputs.model
     if config.hyp and not task.augments:
         raise QatError(f'--hyp {config.hyp}: images of {task.title} are not augmented, leave it out')
-    if config.epochs and config.label_weight:
-        require_known_head(model, f'--task-loss {config.label_weight}', 'give --task-loss 0')
+    if config.epochs and config.task_loss:
+        require_known_head(model, f'--task-loss {config.task_loss}', 'give --task-loss 0')
     if config.exchanges:
         chosen_activations(model, config)  # --activation-only is refused before anything is written
-    hyp = load_hyp(config.hyp) if config.hyp else None
     is_scored = bool(config.epochs or config.eval_origin or config.eval_ptq or config.max_drop is not None)
     scored = {'val': images.scored(need_labels=is_scored)}
     if is_scored:
         require_annotations(images.data, scored['val'].dataset.im_files)
     if config.val_split:
         scored['held out'] = images.scored(split='held out')
-    augments = config.learns_activations and task.augments and len(set(config.imgsz)) == 1
+    hyp, relu = load_hyp(config.hyp) if config.hyp else None, config.activation == 'relu'
+    augments = relu and task.augments and len(set(config.imgsz)) == 1
     varied, mild = (VARIED, MILD) if augments else (None, None)
-    float_blocks = calibration = adaptation = training = None
+    blocks, functions = Kept([]), Kept([])
+    loaders: dict[str, Any] = dict.fromkeys(('calibration', 'adaptation', 'training'))
     if config.exchanges or not config.resume:  # a resumed run with --activation may lack the calibration
-        float_blocks = FloatBlocks.of(model, config, inputs.sha256)
-        adaptation = images.training(hyp or varied) if config.learns_activations else None
-        calibration = images.calibration()
+        blocks, functions = kept_of(model, config, inputs.sha256)
+        loaders['adaptation'] = images.training(hyp or varied) if relu else None
+        loaders['calibration'] = images.calibration()
     if config.epochs:
-        training = images.training(hyp or mild, labels=config.label_weight > 0)
-        if config.learns_activations:
+        loaders['training'] = training = images.training(hyp or mild, labels=config.task_loss > 0)
+        if relu:
             training.fill(config.iters)
-    return Run(
-        **vars(inputs),
-        scored=scored,
-        float_blocks=float_blocks,
-        calibration=calibration,
-        adaptation=adaptation,
-        training=training,
-    )
+    return Run(**vars(inputs), scored=scored, float_blocks=blocks, float_functions=functions, **loaders)

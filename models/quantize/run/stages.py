@@ -12,8 +12,11 @@ from typing import Any
 import torch.nn as nn
 
 from models.quantize.activations import chosen_activations, exchanged, exchanges, finished, restored
-from models.quantize.calibration.ptq import FloatBlocks, calibrated, within_budget
-from models.quantize.finetuning.loop import Epoch, UnfitState, adapt, finetune
+from models.quantize.adapt import adapt
+from models.quantize.calibration.ptq import calibrated
+from models.quantize.finetuning.loop import Epoch, UnfitState, finetune
+from models.quantize.kept import Kept, within_budget
+from models.quantize.plan import adaptation, fine_tuning
 from models.quantize.run.run import UNSCORED, Run
 from models.quantize.run.scorer import points_lost_by, score, score_float
 from utils.qat.core.log import LOGGER, bar
@@ -50,26 +53,27 @@ def adapted(run: Run) -> nn.Module:
 
     With a summary that ranks them as many stay as config.max_drop needs before the model learns.
     """
-    config, blocks, state = run.config, run.float_blocks, run.state
+    config, kept, state = run.config, run.float_functions, run.state
     if state.adapted:
         return run.load(state.adapted.file)
     student = exchanged(run.model, config.activation, chosen_activations(run.model, config))
 
-    def attempt(tried: FloatBlocks) -> tuple[float, Any]:
-        trial = finished(restored(deepcopy(student), tried.activations))
-        return points_lost_by(run, trial, config.max_drop, tried is run.float_blocks), None
+    def attempt(tried: Kept) -> tuple[float, Any]:
+        trial = finished(restored(deepcopy(student), tried.paths))
+        return points_lost_by(run, trial, config.max_drop, tried is run.float_functions), None
 
     if not state.training:
-        if blocks.ranks_activations and config.max_drop is not None:
-            blocks, _ = within_budget(blocks, config.max_drop, attempt)
-        state.kept_activations = blocks.activations
+        if kept.summary and config.max_drop is not None:
+            kept, _ = within_budget(kept, config.max_drop, attempt)
+        state.kept_activations = kept.paths
     student = restored(student, state.kept_activations)
     LOGGER.info(f'{len(exchanges(student))} activation functions become {config.activation}')
     loss = None
     if run.adaptation:
         what = f'{config.activation}, epoch'
-        learn = partial(adapt, student, deepcopy(run.model), run.adaptation, config)
-        for epoch in kept_epochs(learn, run.adaptation, run, what, config.activation_epochs):
+        how = adaptation(config)
+        learn = partial(adapt, student, deepcopy(run.model), run.adaptation, how)
+        for epoch in kept_epochs(learn, run.adaptation, run, what, how.epochs):
             loss = epoch.loss
             state.times[f'{config.activation} {EPOCH.format(epoch.number)}'] = round(epoch.seconds, 2)
             LOGGER.info(f'{what} {epoch.number}: loss {loss:.4f}')
@@ -85,17 +89,17 @@ def calibrate(run: Run, reference: nn.Module) -> None:
 
     More blocks than run.float_blocks stay in float if config.max_drop sets a budget for them.
     """
-    config, blocks, state, start = run.config, run.float_blocks, run.state, time.perf_counter()
+    config, kept, state, start = run.config, run.float_blocks, run.state, time.perf_counter()
 
-    def attempt(tried: FloatBlocks) -> tuple[float, tuple[nn.Module, dict[str, Any]]]:
+    def attempt(tried: Kept) -> tuple[float, tuple[nn.Module, dict[str, Any]]]:
         model, found = calibrated(reference, run.calibration, config, bar, tried.paths)
         return points_lost_by(run, model, config.max_drop, tried is run.float_blocks), (model, found)
 
-    if config.max_drop is None or blocks.ranks_activations:
-        model, state.calibration = calibrated(reference, run.calibration, config, bar, blocks.paths)
+    if kept.summary and config.max_drop is not None:
+        kept, (model, state.calibration) = within_budget(kept, config.max_drop, attempt)
     else:
-        blocks, (model, state.calibration) = within_budget(blocks, config.max_drop, attempt)
-    state.kept_float = blocks.paths
+        model, state.calibration = calibrated(reference, run.calibration, config, bar, kept.paths)
+    state.kept_float = kept.paths
     state.times['calibrate'] = round(time.perf_counter() - start, 2)
     LOGGER.info(f'calibration took {state.times["calibrate"]:.1f} s')
     state.ptq = keep_model(run, model, 'ptq', PTQ, config.eval_ptq)
@@ -109,7 +113,7 @@ def fine_tune(run: Run, images: TrainingImages) -> None:
     """Run QAT: fine-tune the calibrated model, and save, score and report it after each epoch."""
     state = run.state
     student = run.load(state.ptq.file)
-    learn = partial(finetune, student, deepcopy(run.model), images, run.config)
+    learn = partial(finetune, student, deepcopy(run.model), images, fine_tuning(run.config))
     for epoch in kept_epochs(learn, images, run, 'epoch', run.config.epochs):
         name = EPOCH.format(epoch.number)
         stage = keep_model(run, student, f'qat_ep_{epoch.number}', name)
@@ -148,10 +152,10 @@ def kept_epochs(
 
 
 def score_on_val(run: Run) -> None:
-    """Score float, PTQ and best on val, after held-out images have chosen the best. Skip models without a score there."""
+    """Score each kind of model on val, after held-out images have chosen the best. Skip models without a score there."""
     state = run.state
     scored = {'origin': score_float(run, 'val')} if state.origin else {}
-    for key, stage, name in (('ptq', state.ptq, PTQ), ('best', state.best, BEST)):
+    for key, stage, name in (('adapted', state.adapted, ADAPTED), ('ptq', state.ptq, PTQ), ('best', state.best, BEST)):
         if stage and stage.metrics:
             scored[key] = score(run, run.load(stage.file), name, 'val')
     state.val = scored

@@ -154,7 +154,6 @@ def score_files(configs: Sequence[EvalConfig], load_model: Callable[[Path, torch
     `load_model` makes a model, see file_model.py, from file, device and backend. If a file does not fit the settings or the
     data, the scores of the files before it stay.
     """
-    torch.backends.cudnn.allow_tf32 = False  # its 10-bit mantissa is coarser than the INT8 grid
     if len(configs) == 1:
         score_file(configs[0], load_model, resample=bool(configs[0].baseline))
         return

@@ -125,7 +125,7 @@ def run_table(state: State, brief: bool = False) -> str:
 
     rows = [['float', '', *table.row(state.origin)]]
     if adapted:
-        rows.append([f'float with {state.settings["activation"]}', loss(adapted), *table.row(adapted)])
+        rows.append([adapted_title(state), loss(adapted), *table.row(adapted)])
     rows.append(['PTQ', '', *table.row(state.ptq)])
     rows += [[f'QAT epoch {e.epoch}', loss(e), *table.row(e)] for e in state.epochs]
     if len(state.epochs) >= LAST:
@@ -149,17 +149,11 @@ def run_table(state: State, brief: bool = False) -> str:
     )
 
 
-def delivered(state: State) -> tuple[Stage, str]:
-    """Return the model that a run delivers, as it was scored last, and the images of this score: those of val, if others chose it."""
-    on_val = (state.val or {}).get('best')
-    return (on_val, 'val') if on_val else (state.best or state.ptq or Stage(), state.chosen_on)
-
-
 def headline(state: State) -> str:
-    """State in one sentence what INT8 costs and which file is delivered."""
+    """State in one sentence what INT8 costs, beside the model that was quantized, and which file is delivered."""
     if not state.ptq:
         return 'The run is not over: no model is calibrated yet.'
-    stage, images = delivered(state)
+    _, stage, images = state.delivered()
     metrics, file = stage.metrics, f'{DELIVERED} is the model to export'
     if not metrics:
         return f'The INT8 model was not scored; {file}.'
@@ -167,16 +161,25 @@ def headline(state: State) -> str:
         return f'The float model {nothing}; what INT8 costs is not known.'
     name, title = metrics.choosing()
     ap = f'{title} {getattr(metrics, name):.4f}' + (f' (masks {metrics.mask[name]:.4f})' if metrics.mask else '')
-    against = stage.against_float
+    what, against, beside = 'INT8', stage.against_float, ''
+    if state.adapted and state.against_adapted:
+        against, beside = state.against_adapted, f'against {adapted_title(state)} '
+    elif state.adapted:
+        what = f'INT8 with {state.settings["activation"]}'
     if not against:
         return f'The INT8 model has {ap} on {state.images[images]} images, and the float model was not scored; {file}.'
     if all(map(within_chance, boxes_and_masks(against))):
-        cost = 'INT8 costs nothing that these images show'
+        cost = f'{what} costs nothing that these images show'
     elif points_lost(against) > 0:
-        cost = f'INT8 costs {points_lost(against):.2f} points of {title} beyond chance'
+        cost = f'{what} costs {points_lost(against):.2f} points of {title} beyond chance'
     else:
-        cost = 'INT8 scores higher than float'
-    return f'{cost}: {ap}, {in_words(against, title)}, on {state.images[images]} images; {file}.'
+        cost = f'{what} scores higher than {adapted_title(state) if beside else FLOAT}'
+    return f'{cost}: {ap}, {beside}{in_words(against, title)}, on {state.images[images]} images; {file}.'
+
+
+def adapted_title(state: State) -> str:
+    """Name the float model with other activation functions."""
+    return f'float with {state.settings["activation"]}'
 
 
 def conclusions(state: State) -> list[str]:
@@ -184,11 +187,16 @@ def conclusions(state: State) -> list[str]:
     scored, best, gain = state.scored(), state.best, state.gain
     if finds_nothing(scored.get(FLOAT)):
         return [headline(state)]
-    stage, images = delivered(state)
-    against, title = stage.against_float, Columns(*scored.values()).title
-    said = (
-        [f'INT8 against float: {in_words(against, title)} on these {state.images[images]} images.'] if against else []
-    )
+    _, stage, images = state.delivered()
+    against, title, differences = stage.against_float, Columns(*scored.values()).title, {}
+    if adapted := (state.val or {}).get('adapted', state.adapted):
+        differences[f'{adapted_title(state)} against float'.capitalize()] = adapted.against_float
+        differences[f'INT8 against {adapted_title(state)}'] = state.against_adapted
+    said = [
+        f'{what}: {in_words(found, title)} on these {state.images[images]} images.'
+        for what, found in {'INT8 against float': against, **differences}.items()
+        if found
+    ]
     if best and not best.epoch:
         said.append('Fine-tuning did not help: no epoch scores higher than PTQ, which is delivered.')
     elif gain:

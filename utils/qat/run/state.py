@@ -64,7 +64,7 @@ class State:
     kept_float: list[str] = field(default_factory=list)  # paths of blocks
     ptq: Any = None  # Stage: the calibrated model; None before
     epochs: list[Stage] = field(default_factory=list)
-    val: dict[str, Stage] | None = None  # 'origin', 'ptq' and 'best' on val, if held-out images chose
+    val: dict[str, Stage] | None = None  # 'origin', 'adapted', 'ptq' and 'best' on val, if held-out images chose
     times: dict[str, float] = field(default_factory=dict)  # work → seconds
     changed: dict[str, dict[str, str]] = field(default_factory=dict)  # changed versions in a resumed run, by time
     resampled: dict[str, dict[str, np.ndarray]] = field(default_factory=dict)  # images → model → chance.resampled_ap
@@ -100,12 +100,26 @@ class State:
         """Name the copy of the best model as levipereira/yolov9-qat does."""
         return f'weights/qat_best_{Path(self.settings["weights"]).stem}.pt'
 
+    def delivered(self) -> tuple[str, Stage, str]:
+        """Return the model that the run delivers, as it was scored last: its name, what was measured, and the images of the score."""
+        if on_val := (self.val or {}).get('best'):
+            return BEST, on_val, 'val'
+        best = self.best or self.ptq or Stage()
+        return EPOCH.format(best.epoch) if best.epoch else PTQ, best, self.chosen_on
+
     @property
     def gain(self) -> dict[str, Any] | None:
         """Compare the best model with PTQ; None if one of the two is not scored."""
-        best, of = self.best, self.resampled['val' if self.val else self.chosen_on]
-        name = BEST if self.val else EPOCH.format(best.epoch) if best and best.epoch else PTQ
-        return difference_of_merit(of[PTQ], of[name]) if best and PTQ in of else None
+        name, _, images = self.delivered()
+        of = self.resampled[images]
+        return difference_of_merit(of[PTQ], of[name]) if self.best and PTQ in of else None
+
+    @property
+    def against_adapted(self) -> dict[str, Any] | None:
+        """Compare the delivered model with the adapted one, of which it was quantized; None if one of the two is not scored."""
+        name, _, images = self.delivered()
+        of = self.resampled[images]
+        return difference(of[ADAPTED], of[name]) if ADAPTED in of and name in of else None
 
     @property
     def last_epochs(self) -> dict[str, Any] | None:
@@ -137,6 +151,7 @@ class State:
             'best': {**self.best.to_json(), 'file': self.best_file} if self.best else None,
             'gain': self.gain,
             'last_epochs': self.last_epochs,
+            **({'against_adapted': self.against_adapted} if self.adapted else {}),
         }
 
 

@@ -77,7 +77,7 @@ def dry_run(config: QuantizeConfig) -> None:
         file = checkpoint.CheckpointFile(fetched(config.weights, Path(scratch)))
         model = file.load_float()
     loaded = TorchModel(model)
-    config = resolve(config, loaded, 'cuda')  # which allows every option: nothing is computed there
+    config = resolve(config.for_model(loaded), model, 'cuda')  # which allows every option: nothing is computed there
     named = {path: type(m).__name__ for path, m in layers(model).items()}
     if config.exchanges:
         LOGGER.log(RESULT, f'{len(chosen_activations(model, config))} activation functions become {config.activation}')

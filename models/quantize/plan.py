@@ -1,25 +1,27 @@
 """From what was asked to what is done: each setting that was not typed gets its value here, once."""
 
 from dataclasses import replace
-from typing import TypeVar
+from typing import Any, TypeVar
+
+import torch.nn as nn
 
 from models.quantize.activations import activation_for
 from models.quantize.adapt import RATE
 from models.quantize.finetuning.loop import Learning
-from utils.qat.backends.pytorch import TorchModel
 from utils.qat.config.qat import CalibrationConfig, QuantizeConfig
 from utils.qat.core.errors import QatError
+from utils.qat.core.log import LOGGER
 
 Plan = TypeVar('Plan', bound=CalibrationConfig)
 
 
-def resolve(asked: Plan, model: TorchModel, device: str) -> Plan:
-    """Return the settings with a value for everything, for a float model and a type of device, such as 'cuda'.
+def resolve(asked: Plan, model: nn.Module, device: str, data: Any = None) -> Plan:
+    """Return the settings with a value for everything, for a float model that they fit, a type of device ('cuda'), and data.
 
-    `decided` has the names of the settings that were not typed. Raises QatError if the model or the device does not fit the settings.
+    `decided` has the names of the settings that were not typed. Without data it is taken to have labels. Raises QatError if the device
+    or an activation function does not fit the settings.
     """
-    plan = asked.for_model(model)
-    plan = plan.decide(activation=activation_for(model.model, plan))
+    plan = asked.decide(activation=activation_for(model, asked))
     if not isinstance(plan, QuantizeConfig):
         return plan
     gpu, relu = device == 'cuda', plan.activation == 'relu'
@@ -31,6 +33,10 @@ def resolve(asked: Plan, model: TorchModel, device: str) -> Plan:
         raise QatError(f'--compile: records a CUDA graph, and the device is {device}; {again} --compile')
     if plan.amp == 'fp16' and not gpu:
         raise QatError(f'--amp fp16: only on a GPU, and the device is {device}; {again} --amp, or use bf16')
+    needs_labels = plan.epochs or plan.max_drop is not None or plan.exchanges
+    if data and not needs_labels and (plan.eval_origin or plan.eval_ptq) and not data.labelled:
+        LOGGER.warning(f'{data.flag} {data.file}: no image has a label, so nothing is scored')
+        plan = replace(plan, eval_origin=False, eval_ptq=False)
     return plan
 
 

@@ -26,7 +26,6 @@ from models.quantize.finetuning.training_step import (
 from models.quantize.network import head_of
 from models.quantize.plan import adaptation, resolve
 from models.quantize.quantizers import FixedScales, named_quantizers, quantizers_off
-from utils.qat.backends.pytorch import TorchModel
 from utils.qat.config.tasks import load_task
 from utils.qat.core.errors import QatError
 from utils.qat.data.dataset import load_data, load_hyp
@@ -246,11 +245,8 @@ def test_what_needs_a_gpu_is_refused_without_one(small, amp, compile, says):
 
 def resolved(small, device, **changes):
     """The settings as `quantize` resolves them for the small model."""
-    return resolve(
-        settings(**{'amp': None, 'target': 'openvino', 'activation': 'keep', **changes}),
-        TorchModel(small.float_model()),
-        device,
-    )
+    asked = settings(**{'amp': None, 'target': 'openvino', 'activation': 'keep', **changes})
+    return resolve(asked, small.float_model(), device)
 
 
 @pytest.mark.parametrize('device, amp, graph', [('cpu', 'off', False), ('cuda', 'fp16', True)])

@@ -14,7 +14,7 @@ from utils.qat.backends.pytorch import TorchModel
 from utils.qat.config.qat import CalibrationConfig, QuantizeConfig
 from utils.qat.config.tasks import Task
 from utils.qat.core.distributed import join, rank, world_size
-from utils.qat.core.log import LOGGER, quiet_upstream
+from utils.qat.core.log import quiet_upstream
 from utils.qat.core.machine import select_device
 from utils.qat.data.dataset import is_numbered
 from utils.qat.data.loaders import Loaders
@@ -39,15 +39,12 @@ def open_inputs(config: CalibrationConfig) -> Inputs:
     with quiet_upstream():
         file = CheckpointFile(config.weights)
         model = TorchModel(file.load_float(device))
-    config = resolve(config, model, device.type)
+    config = config.for_model(model)
     data = model.task.load_data(config.data, model, names_from=config.names_from)
     if config.names_from == 'data' or is_numbered(model.names):
         model.model.names = data.names
+    config = resolve(config, model.model, device.type, data)
     if isinstance(config, QuantizeConfig):
         data = replace(data, val_split=config.val_split)
-        needed = config.epochs or config.max_drop is not None or config.exchanges
-        if not needed and (config.eval_origin or config.eval_ptq) and not data.labelled:
-            LOGGER.warning(f'{data.flag} {data.file}: no image has a label, so nothing is scored')
-            config = replace(config, eval_origin=False, eval_ptq=False)
     images = Loaders(data, config, model.stride, device, (rank(), world_size()))
     return Inputs(config, device, model.model, file.sha256, model.task, images)

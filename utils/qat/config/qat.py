@@ -68,8 +68,11 @@ class ModelConfig(FolderConfig, LoaderConfig):
         require_file(self.weights, '--weights', self.SUFFIXES)
         require_data(self.data)
 
-    def for_model(self, model: Any) -> Any:
-        """Decide the image size for a model, see file_model.py. Raises QatError unless the model fits the settings."""
+    def for_model(self, model: Any, *others: Any) -> Any:
+        """Decide the image size for a model, see file_model.py, and `others` that see the same images.
+
+        Raises QatError unless the model fits the settings.
+        """
         own = {name for task in TASKS for name in load_task(task).settings} - model.task.settings
         given = [flag_of(name) for name in sorted(own) if getattr(self, name) != getattr(type(self), name)]
         wanted = self.only_task and load_task(self.only_task)
@@ -81,7 +84,7 @@ class ModelConfig(FolderConfig, LoaderConfig):
             raise QatError(
                 f'{", ".join(given)}: only for a segmentation model, and {self.weights} is none ({model.kind}); leave it out'
             )
-        return self.decide(imgsz=image_size(self.imgsz, model))
+        return self.decide(imgsz=image_size(self.imgsz, model, *others))
 
 
 @dataclass(frozen=True)

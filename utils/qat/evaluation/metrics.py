@@ -7,11 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
-from typing import Any, ClassVar
-
-import numpy as np
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from utils.qat.untrusted.json_schema import COUNT, INDEX, NONE, NUMBER, SHARE
+
+if TYPE_CHECKING:
+    import numpy as np
 
 NOTHING = 0.001  # AP or top-1 of a model that does not know the objects
 FINDS_NOTHING = 'finds nothing here: check classes, image size, preprocessing'

@@ -217,12 +217,9 @@ def score_file(
             given = (config.backend,) if config.backend else None
             _, backend = backends_for((config.weights, config.baseline), given)
             baseline = load_model(config.baseline, device, backend)
-            if not (config.imgsz or predict.imgsz or predict.quantized_for):
-                config = replace(config, imgsz=baseline.imgsz or baseline.quantized_for)
-        exported = isinstance(predict, FileModel)
-        config = config.for_model(predict)
-        if baseline:
             _require_alike(predict, baseline, config)
+        exported = isinstance(predict, FileModel)
+        config = config.for_model(predict, *([baseline] if baseline else []))
         data = predict.task.load_data(config.data, predict, names_from=config.names_from)
         square = config.square or exported
         loader = Loaders(data, config, predict.stride, shard=(rank(), world_size())).scored(square)
@@ -286,12 +283,10 @@ def warn_of_threshold(predict: Any, config: EvalConfig) -> None:
 
 
 def _require_alike(predict: Any, baseline: Any, config: EvalConfig) -> None:
-    """Raise QatError unless a baseline takes the same images and has the same task and classes as the model."""
+    """Raise QatError unless a baseline has the same task and classes as the model."""
     why = ''
     if baseline.task is not predict.task:
         why = f'{baseline.task.title}, unlike {config.weights}'
-    elif baseline.imgsz not in (None, config.imgsz):
-        why = f'takes images of {" x ".join(map(str, baseline.imgsz))}, and they are {config.imgsz[0]} x {config.imgsz[1]} here'
     elif (baseline.nc or predict.nc) != (predict.nc or baseline.nc):
         why = f'has {baseline.nc} classes, and {config.weights} has {predict.nc}'
     if why:

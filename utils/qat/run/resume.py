@@ -5,42 +5,22 @@ completely before use.
 """
 
 import os
-import re
 from collections.abc import Mapping
 from dataclasses import fields, replace
 from pathlib import Path
 from types import UnionType
 from typing import Any
 
-import numpy as np
-
 from utils.qat.config.qat import QuantizeConfig
 from utils.qat.config.settings import Settings, flag_of, kind_of, plain
 from utils.qat.core.errors import QatError
-from utils.qat.core.machine import PACKAGES
 from utils.qat.core.run_folder import DELIVERED, writing
 from utils.qat.evaluation.chance import RESAMPLES
-from utils.qat.evaluation.metrics import METRICS
 from utils.qat.run.state import FORMAT, STATE, State, unfit_state
-from utils.qat.untrusted.json_schema import (
-    AGAINST,
-    CALIBRATION,
-    COUNT,
-    INDEX,
-    NONE,
-    NUMBER,
-    POSITIVE,
-    SECONDS,
-    SQNR,
-    anything,
-    between,
-    misfit,
-    read_json,
-)
+from utils.qat.untrusted.json_schema import INDEX, NONE, anything, between, misfit, read_json
 from utils.qat.untrusted.plain_values import read_values
 
 FREE = ('device', 'workers')  # options that change no result
-NAMED = re.compile(r'weights/[^/\0]*\.pt')
 
 
 def json_kinds(kind: type[Settings]) -> dict[str, Any]:
@@ -53,56 +33,6 @@ def json_kinds(kind: type[Settings]) -> dict[str, Any]:
         kind_in_json = [kind_in_json] if several else kind_in_json
         kinds[f.name] = (NONE, kind_in_json) if isinstance(f.type, UnionType) else kind_in_json
     return kinds
-
-
-def _file(value: Any) -> bool:
-    """Check the path of a checkpoint in the folder, as a kind of json_schema."""
-    return type(value) is str and NAMED.fullmatch(value) is not None and not value.startswith('weights/.')
-
-
-def _shares(value: Any) -> bool:
-    """Check values of chance.resampled_ap, as a kind of json_schema."""
-    return (
-        type(value) is np.ndarray
-        and value.dtype == np.float64
-        and value.ndim == 2
-        and bool(((value >= 0) & (value <= 1)).all())
-    )
-
-
-LOSS = NONE, POSITIVE  # of an adaptation; None if nothing was learnt
-STAGES = tuple(kind.kinds for kind in METRICS)
-SCORED = tuple({**scores, 'sqnr': SQNR, 'against_float?': AGAINST, 'file': _file} for scores in STAGES)
-KINDS = {  # the file: see State, and json_schema.misfit for the form. Settings are checked later
-    'format': INDEX,
-    'settings': {str: anything},
-    'versions': dict.fromkeys(('python', *PACKAGES), str),
-    'device': str,
-    'machine': {str: (str, bool, NUMBER, {str: str})},
-    'classes': {str: str},
-    'images': {'val': COUNT, 'held out?': COUNT, 'train': COUNT},
-    'origin': (NONE, *STAGES),
-    'adapted': (NONE, {'loss': LOSS, 'file': _file}, *({'loss': LOSS, **scored} for scored in SCORED)),
-    'kept_activations': [str],
-    'calibration': (NONE, CALIBRATION),
-    'kept_float': [str],
-    'ptq': (NONE, {'file': _file}, *SCORED),
-    'epochs': [tuple({'epoch': COUNT, 'loss': POSITIVE, **scored} for scored in SCORED)],
-    'val': NONE,
-    'times': {str: SECONDS},
-    'changed': {str: {str: str}},
-    'resampled': {'val': {str: _shares}, 'held out?': {str: _shares}},
-    'training': (  # training_step.TrainingStep compares the tensors with its own
-        NONE,
-        {
-            'number': COUNT,
-            'loss': POSITIVE,
-            'steps': COUNT,
-            'seconds': SECONDS,
-            'state': {'tensors': dict, 'optimizer': dict},
-        },
-    ),
-}
 
 
 def resumed(folder: str | Path, given: Mapping[str, Any]) -> QuantizeConfig:
@@ -143,7 +73,7 @@ def read_state(folder: Path) -> State:
     content = read_values(file, '--resume')
     if type(content) is dict and content.get('format') != FORMAT:
         raise _another_version(folder)
-    wrong = misfit(content, KINDS)
+    wrong = misfit(content, {'format': INDEX, **{f.name: f.metadata['kind'] for f in fields(State)}})
     if wrong:
         raise unfit_state(folder, wrong)
     kinds = json_kinds(QuantizeConfig)

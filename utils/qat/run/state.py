@@ -4,6 +4,7 @@ The models of all stages are scored on the same images, and these scores choose 
 epoch 0, the calibrated model. They are compared by their AP on the same resamples of the images: see chance.py.
 """
 
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -12,12 +13,15 @@ from typing import Any
 import numpy as np
 
 from utils.qat.core.errors import QatError
+from utils.qat.core.machine import PACKAGES
 from utils.qat.evaluation.chance import difference, difference_of_merit
-from utils.qat.evaluation.metrics import Metrics, from_json
+from utils.qat.evaluation.metrics import METRICS, Metrics, from_json
+from utils.qat.untrusted.json_schema import AGAINST, CALIBRATION, COUNT, NONE, NUMBER, POSITIVE, SECONDS, SQNR, anything
 
 FLOAT, ADAPTED, PTQ, BEST, EPOCH = 'float', 'adapted', 'PTQ', 'best', 'epoch {}'  # names of the scored models
 LAST = 3  # last epochs whose mean AP is reported: unlike the best epoch, their mean is not the maximum of many
 STATE = 'weights/resume.pt'  # in the run's folder
+NAMED = re.compile(r'weights/[^/\0]*\.pt')
 FORMAT = 3  # of the file; in format 1 a part of it was in report.json, format 2 had no adaptation
 
 
@@ -47,30 +51,64 @@ class Stage:
 OWN = 'file', 'epoch', 'loss', 'against_float', 'sqnr'
 
 
+def kept(kind: Any, **default: Any) -> Any:
+    """Make a field of State; `kind` says what its plain values are in the file, which is untrusted, see json_schema."""
+    return field(metadata={'kind': kind}, **default)
+
+
+def _file(value: Any) -> bool:
+    """Tell whether a value is the path of a checkpoint in the folder."""
+    return type(value) is str and NAMED.fullmatch(value) is not None and not value.startswith('weights/.')
+
+
+def _shares(value: Any) -> bool:
+    """Tell whether a value is a chance.resampled_ap."""
+    known = type(value) is np.ndarray and value.dtype == np.float64 and value.ndim == 2
+    return known and bool(((value >= 0) & (value <= 1)).all())
+
+
+SCORES = tuple(kind.kinds for kind in METRICS)
+SCORED = tuple({**scores, 'sqnr': SQNR, 'against_float?': AGAINST, 'file': _file} for scores in SCORES)
+LOSS = NONE, POSITIVE  # of an adaptation; None if nothing was learnt
+EPOCH_KIND = {'number': COUNT, 'loss': POSITIVE, 'steps': COUNT, 'seconds': SECONDS}
+IN_STEP = {'tensors': dict, 'optimizer': dict}  # training_step.TrainingStep compares the tensors with its own
+
+
 @dataclass
 class State:
     """The settings of a run, and the results of its stages so far."""
 
-    settings: dict[str, Any]  # see QuantizeConfig.plain
-    versions: dict[str, str]
-    device: str
-    machine: dict[str, Any]
-    classes: dict[str, str]  # class index → name
-    images: dict[str, int]  # 'val', 'held out' and 'train' → number of images
-    origin: Stage | None = None  # the float model
-    adapted: Stage | None = None  # the float model with other activation functions; None without --activation
-    kept_activations: list[str] = field(default_factory=list)  # paths of functions that a summary left as they were
-    calibration: dict[str, Any] | None = None  # see ptq.calibrated
-    kept_float: list[str] = field(default_factory=list)  # paths of blocks
-    ptq: Any = None  # Stage: the calibrated model; None before
-    epochs: list[Stage] = field(default_factory=list)
-    val: dict[str, Stage] | None = None  # 'origin', 'adapted', 'ptq' and 'best' on val, if held-out images chose
-    times: dict[str, float] = field(default_factory=dict)  # work → seconds
-    changed: dict[str, dict[str, str]] = field(default_factory=dict)  # changed versions in a resumed run, by time
-    resampled: dict[str, dict[str, np.ndarray]] = field(default_factory=dict)  # images → model → chance.resampled_ap
-    training: dict[str, Any] | None = (
-        None  # the last finished epoch of the adaptation or the fine-tuning, see loop.Epoch
+    settings: dict[str, Any] = kept({str: anything})  # see QuantizeConfig.plain; resume.py checks them
+    versions: dict[str, str] = kept(dict.fromkeys(('python', *PACKAGES), str))
+    device: str = kept(str)
+    machine: dict[str, Any] = kept({str: (str, bool, NUMBER, {str: str})})
+    classes: dict[str, str] = kept({str: str})  # class index → name
+    images: dict[str, int] = kept({'val': COUNT, 'held out?': COUNT, 'train': COUNT})  # their number
+    origin: Stage | None = kept((NONE, *SCORES), default=None)  # the float model
+    # The float model with other activation functions; None without --activation
+    adapted: Stage | None = kept((NONE, *({'loss': LOSS, **kind} for kind in ({'file': _file}, *SCORED))), default=None)
+    kept_activations: list[str] = kept(
+        [str], default_factory=list
+    )  # paths of functions that a summary left as they were
+    calibration: dict[str, Any] | None = kept((NONE, CALIBRATION), default=None)  # see ptq.calibrated
+    kept_float: list[str] = kept([str], default_factory=list)  # paths of blocks
+    ptq: Any = kept((NONE, {'file': _file}, *SCORED), default=None)  # Stage: the calibrated model; None before
+    epochs: list[Stage] = kept(
+        [tuple({'epoch': COUNT, 'loss': POSITIVE, **kind} for kind in SCORED)], default_factory=list
     )
+    val: dict[str, Stage] | None = kept(
+        NONE, default=None
+    )  # 'origin', 'adapted', 'ptq' and 'best', if held-out images chose
+    times: dict[str, float] = kept({str: SECONDS}, default_factory=dict)  # work → seconds
+    changed: dict[str, dict[str, str]] = kept(
+        {str: {str: str}}, default_factory=dict
+    )  # by time: versions in a resumed run
+    # images → model → chance.resampled_ap
+    resampled: dict[str, dict[str, np.ndarray]] = kept(
+        {'val': {str: _shares}, 'held out?': {str: _shares}}, default_factory=dict
+    )
+    # The last finished epoch of the adaptation or the fine-tuning, see loop.Epoch
+    training: dict[str, Any] | None = kept((NONE, {**EPOCH_KIND, 'state': IN_STEP}), default=None)
 
     @property
     def chosen_on(self) -> str:

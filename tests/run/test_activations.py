@@ -34,6 +34,7 @@ from models.quantize.convert import quantize_model
 from models.quantize.finetuning.loop import Learning
 from models.quantize.run.inputs import open_inputs
 from models.quantize.run.run import open_run
+from models.quantize.run.scorer import points_lost_by, score_float
 from models.quantize.scales import never_negative, tie_scales
 from test_resume import alike
 from utils.qat.backends.detections import prepared
@@ -45,7 +46,7 @@ from utils.qat.data.dataset import load_data
 from utils.qat.data.loaders import EpochBatches, Loaders, TrainingImages
 from utils.qat.graph.audit import audit
 from utils.qat.run.sensitivity_summary import FILE, worst
-from utils.qat.run.state import STATE
+from utils.qat.run.state import ADAPTED, FLOAT, STATE
 from utils.qat.vendors.graphs import graph_of
 from utils.qat.vendors.load import open_file
 
@@ -249,6 +250,18 @@ def test_without_any_label_a_loss_on_them_is_refused(small, tmp_path):
     config = settings(weights=small.single, data=data, target='openvino', activation='relu')
     with pytest.raises(QatError, match='train: none of its .* nothing can be learnt from; --task-loss 0 needs none'):
         open_run(open_inputs(config))
+
+
+def test_a_budget_for_int8_is_beside_the_model_that_it_quantizes(small, tmp_path):
+    run = open_run(open_inputs(settings(weights=small.single, data=small.data, imgsz=64, device='cpu')))
+    run.start(tmp_path)
+    score_float(run, 'val')
+    resampled = run.state.resampled['val']
+    own, trial = resampled[FLOAT], small.float_model()
+    resampled[FLOAT] = own + 0.5
+    assert points_lost_by(run, trial, 100.0, first=False) == pytest.approx(50)
+    resampled[ADAPTED] = own
+    assert points_lost_by(run, trial, 100.0, first=False) == 0
 
 
 def test_a_model_with_relu_already_is_refused(small, tmp_path):

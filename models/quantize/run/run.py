@@ -27,7 +27,6 @@ from utils.qat.core.log import LOGGER
 from utils.qat.core.machine import describe, machine, versions
 from utils.qat.core.run_folder import DELIVERED
 from utils.qat.data.dataset import MILD, VARIED, load_hyp
-from utils.qat.data.loaders import TrainingImages
 from utils.qat.evaluation.detection_scores import require_annotations
 from utils.qat.evaluation.metrics import Metrics
 from utils.qat.run.report import write_report
@@ -41,11 +40,11 @@ class Run(Inputs):
     """A run of `quantize` in `folder`, PROJECT/NAME; `start` opens the folder and makes the state, or reads it to go on."""
 
     scored: dict[str, DataLoader]  # 'val', and 'held out' if images are held out
-    float_blocks: Kept
-    float_functions: Kept  # activation functions that are not exchanged
-    calibration: Any  # Images; None in a run that goes on after the calibration
-    adaptation: TrainingImages | None  # None if no activation function has to be learnt
-    training: TrainingImages | None  # None without fine-tuning
+    float_blocks: Kept = Kept([])
+    float_functions: Kept = Kept([])  # activation functions that are not exchanged
+    calibration: Any = None  # Images; None in a run that goes on after the calibration
+    adaptation: Any = None  # TrainingImages; None if no activation function has to be learnt
+    training: Any = None  # TrainingImages; None without fine-tuning
     folder: Path = field(init=False)
     state: State = field(init=False)
 
@@ -193,14 +192,13 @@ def open_run(inputs: Inputs) -> Run:
     hyp, relu = load_hyp(config.hyp) if config.hyp else None, config.activation == 'relu'
     augments = relu and task.augments and len(set(config.imgsz)) == 1
     varied, mild = (VARIED, MILD) if augments else (None, None)
-    blocks, functions = Kept([]), Kept([])
-    loaders: dict[str, Any] = dict.fromkeys(('calibration', 'adaptation', 'training'))
+    run = Run(**vars(inputs), scored=scored)
     if config.exchanges or not config.resume:  # a resumed run with --activation may lack the calibration
-        blocks, functions = kept_of(model, config, inputs.sha256)
-        loaders['adaptation'] = images.training(hyp or varied) if relu else None
-        loaders['calibration'] = images.calibration()
+        run.float_blocks, run.float_functions = kept_of(model, config, inputs.sha256)
+        run.adaptation = images.training(hyp or varied) if relu else None
+        run.calibration = images.calibration()
     if config.epochs:
-        loaders['training'] = training = images.training(hyp or mild, labels=config.task_loss > 0)
+        run.training = images.training(hyp or mild, labels=config.task_loss > 0)
         if relu:
-            training.fill(config.iters)
-    return Run(**vars(inputs), scored=scored, float_blocks=blocks, float_functions=functions, **loaders)
+            run.training.fill(config.iters)
+    return run

@@ -18,7 +18,7 @@ from utils.qat.evaluation.classes import agreement, divergence
 from utils.qat.evaluation.evaluate import evaluate
 from utils.qat.evaluation.metrics import finds_nothing
 from utils.qat.evaluation.score_tables import Columns
-from utils.qat.run.state import FLOAT, Stage
+from utils.qat.run.state import ADAPTED, FLOAT, Stage
 
 COMPARED = 64  # images of a process, at least; batches are whole. Chance moves SQNR far less than AP
 
@@ -87,8 +87,13 @@ def score(run: Run, model: nn.Module, name: str, split: str) -> Stage:
 
 
 def points_lost_by(run: Run, trial: nn.Module, budget: float, first: bool) -> float:
-    """Score a trial model: the points that it loses beyond chance. Warn at the `first` one if `budget` is below chance."""
-    against = _scored(run, TorchModel(trial), 'trial', run.state.chosen_on).against_float
+    """Score a trial model: the points that it loses beyond chance, INT8 against what it quantizes.
+
+    Warn at the `first` one if `budget` is below chance.
+    """
+    _scored(run, TorchModel(trial), 'trial', run.state.chosen_on)
+    resampled = run.state.resampled[run.state.chosen_on]
+    against = difference(resampled.get(ADAPTED, resampled[FLOAT]), resampled['trial'])
     chance = 100 * max(part['chance'] for part in boxes_and_masks(against))
     if chance > budget and first:
         LOGGER.warning(

@@ -76,11 +76,10 @@ def plot_classes(path: Path, models: dict[str, Metrics]) -> None:
     from matplotlib.ticker import MaxNLocator
 
     key, title = next(iter(models.values())).choosing()
-    of = {'boxes': 'AP of boxes (IoU 0.50:0.95)', 'masks': 'AP of masks (IoU 0.50:0.95)', 'classes': 'top-1 accuracy'}
-    whole = 'boxes' if key == 'ap' else 'classes'
-    parts = {whole: lambda row: row.get(key)}
+    whole = 'AP of boxes (IoU 0.50:0.95)' if key == 'ap' else 'top-1 accuracy'
+    parts = {whole: lambda scores: scores.get(key) or 0}  # of a class or of all
     if all(metrics.mask for metrics in models.values()):
-        parts['masks'] = lambda row: (row.get('mask') or {}).get('ap')
+        parts['AP of masks (IoU 0.50:0.95)'] = lambda scores: (scores.get('mask') or {}).get(key) or 0
     # of the last model that has the class
     ap_of = {row['name']: row.get(key) or 0 for metrics in models.values() for row in metrics.per_class}
     worst = sorted(ap_of, key=ap_of.__getitem__)[:MOST]
@@ -89,16 +88,16 @@ def plot_classes(path: Path, models: dict[str, Metrics]) -> None:
     figure = Figure(figsize=(4 + 3 * panels, 1.5 + (0.12 + 0.12 * len(models)) * len(names)), layout='constrained')
     row_of_axes = iter(figure.subplots(1, panels, sharey=True, squeeze=False)[0])
     first, *others = models
-    for part, ap in parts.items():
+    for part, score in parts.items():
         axes = next(row_of_axes)
-        found = {model: {row['name']: ap(row) or 0 for row in metrics.per_class} for model, metrics in models.items()}
+        found = {model: {row['name']: score(row) for row in metrics.per_class} for model, metrics in models.items()}
         for i, (model, metrics) in enumerate(models.items()):
             places, height = bar_places(range(len(names)), i, len(models))
-            mean = (vars(metrics) if part == whole else metrics.mask or {})[key]
+            mean = score(vars(metrics))
             bars, label = [found[model].get(name, 0) for name in names], literal(f'{model} {mean:.4f}')
             axes.barh(places, bars, height, color=f'C{i}', label=label)
             axes.axvline(mean, linestyle='--', color=f'C{i}', linewidth=1)
-        axes.set(xlim=(0, 1), xlabel=f'{of[part]}; dashed: {"mean" if key == "ap" else "all images"}')
+        axes.set(xlim=(0, 1), xlabel=f'{part}; dashed: {"mean" if key == "ap" else "all images"}')
         small = {'frameon': False, 'fontsize': 8, 'handlelength': 1, 'columnspacing': 1}
         axes.legend(loc='lower left', bbox_to_anchor=(-0.1, 1), ncols=min(3, len(models)), **small)
         panel = [axes]
@@ -110,7 +109,7 @@ def plot_classes(path: Path, models: dict[str, Metrics]) -> None:
                 panel[1].barh(places, points, height, color=f'C{i + 1}')
             widest = max(1.0, *map(abs, panel[1].get_xlim()))
             panel[1].set(
-                xlim=(-widest, widest), xlabel=literal(f'{of[part].partition(" (")[0]} less that of {first}, points')
+                xlim=(-widest, widest), xlabel=literal(f'{part.partition(" (")[0]} less that of {first}, points')
             )
             panel[1].xaxis.set_major_locator(MaxNLocator(5))
             panel[1].axvline(0, color='0.4', linewidth=1)

@@ -97,7 +97,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
     if config.files != config.models:
         require_file(config.files[0], '--baseline')
-    device = select_device(config.device)
+    device = select_device(config.device, exact=False)
     models = read_model_files(config.files, lambda file: CheckpointFile(file).kind)
     give_sizes(models, open_checkpoint)
     if config.data:

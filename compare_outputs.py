@@ -17,10 +17,10 @@ from typing import TYPE_CHECKING, Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))  # the patched tree; PYTHONSAFEPATH leaves it out
 from utils.qat.config.deploy import CompareConfig
-from utils.qat.config.settings import Sides, read, require_multiples
+from utils.qat.config.settings import Sides, image_size, read
 from utils.qat.config.tables import CHECKPOINTS, EXPORTED, backends_for
 from utils.qat.config.tasks import TASKS, load_task
-from utils.qat.core.command import explain_out_of_memory, run_command, typed_sides
+from utils.qat.core.command import explain_out_of_memory, run_command
 from utils.qat.core.errors import QatError, naming
 from utils.qat.core.files import require_file
 from utils.qat.core.log import LOGGER, RESULT, bar, finish
@@ -39,27 +39,6 @@ if TYPE_CHECKING:
 def parse_args(argv: Sequence[str] | None) -> CompareConfig:
     """Parse the command line into settings."""
     return read(CompareConfig, argv, __doc__.splitlines()[0])
-
-
-def image_size(config: CompareConfig, models: Sequence[FileModel | TorchModel]) -> Sides:
-    """Find the image height and width, in pixels, that all models take. Raises QatError if they differ."""
-    fixed = {model.imgsz for model in models if model.imgsz}
-    if len(fixed) > 1:
-        raise QatError(
-            f'{listed(config)}: they take images of {" and ".join(f"{h} x {w}" for h, w in sorted(fixed))}; one '
-            'size is needed, export with the same --imgsz'
-        )
-    for height, width in fixed:
-        if config.imgsz not in (None, (height, width)):
-            raise QatError(
-                f'--imgsz {" ".join(map(str, typed_sides(config.imgsz)))}: the files take {height} x {width}; leave the flag out, or '
-                'export again'
-            )
-    choices = *fixed, config.imgsz, *(model.quantized_for for model in models), models[0].task.imgsz
-    size = next(filter(None, choices))
-    for model in models:
-        require_multiples(size, model.stride)
-    return size
 
 
 def listed(config: CompareConfig) -> str:
@@ -114,8 +93,6 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Run the command. argv: None = the words of this process."""
     config = parse_args(argv)
 
-    import torch
-
     from models.deploy.load import load_model
     from utils.qat.core.machine import machine, select_device
     from utils.qat.evaluation.compare_report import write_comparison
@@ -123,12 +100,11 @@ def main(argv: Sequence[str] | None = None) -> None:
     for number, file in enumerate(config.models):
         require_file(file, 'B' if number else 'A', CHECKPOINTS + EXPORTED)
     device = select_device(config.device)
-    torch.backends.cudnn.allow_tf32 = False  # its mantissa is coarser than the INT8 grid
     with own_folder(config) as folder, explain_out_of_memory(config.batch_size):
         backends = backends_for(config.models, config.backend)
         models = [load_model(file, device, backend) for file, backend in zip(config.models, backends)]
         task = require_alike(config, models)
-        size = image_size(config, models)
+        size = image_size(config.imgsz, *models)
         comparisons, examples = compare_images(config, models, task, device, size)
         following = after_scoring(config.others[-1], size, models[-1].target, backends[-1])
         verdict = write_comparison(folder, config, task, comparisons, examples, size, machine(device), following)

@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING, Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))  # the patched tree; PYTHONSAFEPATH leaves it out
 from utils.qat.config.common import FolderConfig
-from utils.qat.config.qat import EvalConfig, QuantizeConfig, SensitiveConfig
-from utils.qat.config.settings import add_options, settings_of, typed_words
+from utils.qat.config.qat import DECIDERS, EvalConfig, QuantizeConfig, SensitiveConfig
+from utils.qat.config.settings import add_options, flag_of, plain, settings_of, typed_words
 from utils.qat.config.tables import CHECKPOINTS, EXPORTED
 from utils.qat.core.command import Parser, command, explain_out_of_memory, repeated, resumable, run_command
 from utils.qat.core.distributed import from_first, leave, on_first
@@ -64,9 +64,11 @@ def dry_run(config: QuantizeConfig) -> None:
     from tempfile import TemporaryDirectory
 
     from models.quantize import checkpoint
-    from models.quantize.activations import chosen_activations, with_activation
-    from models.quantize.calibration.ptq import FloatBlocks, prepare
+    from models.quantize.activations import chosen_activations
+    from models.quantize.calibration.ptq import prepare
+    from models.quantize.kept import kept_of
     from models.quantize.network import layers
+    from models.quantize.plan import resolve
     from utils.qat.backends.pytorch import TorchModel
     from utils.qat.run.report import dry_run_tables
     from utils.qat.untrusted.torchvision_weights import fetched
@@ -75,12 +77,11 @@ def dry_run(config: QuantizeConfig) -> None:
         file = checkpoint.CheckpointFile(fetched(config.weights, Path(scratch)))
         model = file.load_float()
     loaded = TorchModel(model)
-    config.for_model(loaded)
-    config = with_activation(model, config)
+    config = resolve(config.for_model(loaded), model, 'cuda')  # which allows every option: nothing is computed there
     named = {path: type(m).__name__ for path, m in layers(model).items()}
     if config.exchanges:
         LOGGER.log(RESULT, f'{len(chosen_activations(model, config))} activation functions become {config.activation}')
-    conversion, groups = prepare(model, config, FloatBlocks.of(model, config, file.sha256).paths)
+    conversion, groups = prepare(model, config, kept_of(model, config, file.sha256)[0].paths)
     tables, scales = dry_run_tables(named, conversion.swapped, conversion.kept_float, groups)
     LOGGER.log(RESULT, f'\n{tables}')
     LOGGER.debug(scales)
@@ -104,13 +105,14 @@ def open_folder(inputs: Inputs, folder: Path | None) -> Path:
 
     init_seeds(inputs.config.seed)
     torch.backends.cudnn.deterministic = True
-    torch.backends.cudnn.allow_tf32 = False  # its 10-bit mantissa is coarser than the INT8 grid it would simulate
     folder = from_first(folder)
     on_first(log_to)(folder / 'log.txt')
     square = isinstance(inputs.config, SensitiveConfig)
     LOGGER.info(
         f'device {describe(inputs.device)}, images scored {inputs.task.seen_as(inputs.config.imgsz, square)}, results in {folder}'
     )
+    for name in inputs.config.decided:
+        LOGGER.debug(f'{flag_of(name)} {plain(getattr(inputs.config, name))}: decided by {DECIDERS[name]}')
     return folder
 
 
@@ -119,34 +121,21 @@ def quantize(config: QuantizeConfig, folder: Path | None) -> None:
 
     folder: see run_folder.run_folder. With config.resume it has an interrupted run, which continues.
     """
-    from models.quantize.run.inputs import open_inputs, open_run
-    from models.quantize.run.keeper import Keeper
-    from models.quantize.run.scorer import StageScorer
-    from models.quantize.run.stages import run_ptq, run_qat, score_on_val
+    from models.quantize.run.inputs import open_inputs
+    from models.quantize.run.run import open_run
+    from models.quantize.run.stages import run_stages
     from utils.qat.core.run_folder import DELIVERED
     from utils.qat.run.report import conclusions, export_of_run, run_table
     from utils.qat.run.state import STATE
 
-    inputs = open_inputs(config)
-    of_run = open_run(inputs)
-    folder = open_folder(inputs, folder)
-    keeper = Keeper(folder, inputs, of_run.numbers)
-    scorers = {split: StageScorer(inputs, keeper.state, split, loader) for split, loader in of_run.scored.items()}
-    scorer = scorers[keeper.state.chosen_on]
-    with resumable(folder / STATE, repeated('qat.py', 'quantize', '--resume', folder)):
-        if of_run.calibration and not keeper.state.ptq:
-            run_ptq(inputs, of_run.calibration, scorer, keeper)
-        of_run.calibration = None  # ends the processes that load its images
-        if of_run.training:
-            run_qat(inputs, of_run.training, scorer, keeper)
-        if scorer is not scorers['val']:
-            score_on_val(scorers['val'], keeper)
-        keeper.finish()
-    report = keeper.state.report()
-
-    seen = f'images {inputs.task.seen_as(inputs.config.imgsz, False)}'
-    LOGGER.log(RESULT, '\n'.join(('', seen, '', run_table(report, brief=True), '', *conclusions(report), '')))
-    finish(export_of_run(folder, report), report=folder / 'report.md', weights=folder / DELIVERED)
+    run = open_run(open_inputs(config))
+    run.start(open_folder(run, folder))
+    with resumable(run.folder / STATE, repeated('qat.py', 'quantize', '--resume', run.folder)):
+        run_stages(run)
+    state, folder = run.state, run.folder
+    seen = f'images {run.task.seen_as(run.config.imgsz, False)}'
+    LOGGER.log(RESULT, '\n'.join(('', seen, '', run_table(state, brief=True), '', *conclusions(state), '')))
+    finish(export_of_run(folder, state.settings), report=folder / 'report.md', weights=folder / DELIVERED)
 
 
 def sensitive(config: SensitiveConfig, folder: Path | None) -> None:
@@ -161,7 +150,6 @@ def sensitive(config: SensitiveConfig, folder: Path | None) -> None:
     from models.quantize.run.inputs import open_inputs
     from utils.qat.core.machine import versions
     from utils.qat.evaluation.chance import in_words
-    from utils.qat.evaluation.score_tables import merit_title
     from utils.qat.run.sensitivity_summary import FILE, change_in, summary_table, write_summary
 
     inputs = open_inputs(config)
@@ -201,15 +189,15 @@ def sensitive(config: SensitiveConfig, folder: Path | None) -> None:
         *('qat.py', 'quantize', *typed_words(shared, QuantizeConfig)),
         *('--sensitive', folder / FILE, '--max-drop', 0.2),
     )
-    on_first(write_summary)(folder, summary, following)
+    on_first(write_summary)(folder, summary, inputs.task, following)
     LOGGER.info('  '.join(f'{k} {v:.1f} s' for k, v in times.items()))
     if 'against_float' in found['int8']:
         LOGGER.info(
-            f'all {change_in(summary)} against float: {in_words(found["int8"]["against_float"], merit_title(found["int8"]))} on these {summary["images"]} images'
+            f'all {change_in(summary)} against float: {in_words(found["int8"]["against_float"], inputs.task.metrics.choosing()[1])} on these {summary["images"]} images'
         )
     LOGGER.log(
         RESULT,
-        f'\n{summary["images"]} images {inputs.task.seen_as(config.imgsz, True)}\n\n{summary_table(summary, 10)}\n',
+        f'\n{summary["images"]} images {inputs.task.seen_as(config.imgsz, True)}\n\n{summary_table(summary, inputs.task, 10)}\n',
     )
     finish(following, summary=folder / FILE, report=folder / 'sensitivity.md')
 
@@ -243,7 +231,7 @@ def main(argv: Sequence[str] | None = None, **needs: Any) -> None:
         argv: None = the words of this process.
         **needs: only_task: refuse a model of another task.
     """
-    configs: list[Any] = [replace(config, **needs, data=config.data_file) for config in parse_args(argv)]
+    configs: list[Any] = [replace(config, **needs) for config in parse_args(argv)]
     config = configs[0]
     if isinstance(config, QuantizeConfig) and config.dry_run:
         return dry_run(config)

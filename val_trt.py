@@ -8,7 +8,6 @@ The evaluation is the same as in `qat.py eval`. scripts/val_trt.sh exports, buil
 
 import sys
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))  # the patched tree; PYTHONSAFEPATH leaves it out
@@ -24,7 +23,7 @@ def parse_args(argv: Sequence[str] | None) -> list[FileEvalConfig]:
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Run the command. argv: None = the words of this process."""
-    configs = [replace(config, data=config.data_file) for config in parse_args(argv)]
+    configs = parse_args(argv)
     for config in configs:
         config.require_files()
 

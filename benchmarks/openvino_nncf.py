@@ -48,8 +48,8 @@ from utils.qat.core.text import markdown_table
 from utils.qat.data.dataset import Data
 from utils.qat.data.image_folders import ImageFolders
 from utils.qat.data.loaders import Loaders
-from utils.qat.evaluation.classes import ClassMetrics
 from utils.qat.evaluation.evaluate import evaluate
+from utils.qat.evaluation.metrics import ClassMetrics
 from utils.qat.vendors.openvino.model import load_openvino
 from utils.qat.vendors.openvino.session import OpenVINO, float_precisions
 

@@ -15,7 +15,8 @@ from utils.qat.benchmark.baseline import NOTICEABLE, int8_gains
 from utils.qat.core.command import Parser, run_command
 from utils.qat.core.errors import QatError
 from utils.qat.core.text import markdown_table
-from utils.qat.evaluation.score_tables import score_cells, score_titles, task_in
+from utils.qat.evaluation.metrics import ClassMetrics, from_json
+from utils.qat.evaluation.score_tables import Columns
 
 SHAPES = """
 Rectangles: padded as little as the image's shape allows, as in upstream's val.py. Squares: the images of a deployed
@@ -28,7 +29,7 @@ FAST = 'AVX512-VNNI', 'AVX-VNNI', AMX, 'NEON-DOT', 'I8MM'  # instructions that m
 
 
 def rows(folder: Path) -> Iterator[list[Any]]:
-    """Yield a row for each scored file of the quickstart: model, runtime, images, plain metrics, MB on disk."""
+    """Yield a row for each scored file of the quickstart: model, runtime, images, metrics, MB on disk."""
     report = json.loads((folder / 'qat' / 'report.json').read_text())
     single, best = folder / Path(report['settings']['weights']).name, folder / 'qat' / 'weights' / 'best.pt'
     trained = f'QAT, epoch {report["best"]["epoch"]}' if report['best']['epoch'] else 'best: PTQ'
@@ -37,9 +38,11 @@ def rows(folder: Path) -> Iterator[list[Any]]:
         ('PTQ', report['ptq'], folder / 'qat' / report['ptq']['file']),
         (trained, report['best'], best),
     ):
-        seen = 'rectangles' if task_in(metrics).augments else '{} x {}'.format(*report['settings']['imgsz'])
-        yield [name, 'PyTorch', seen, metrics, megabytes(file)]
-    again = [(trained, 'PyTorch', best)] * task_in(report['best']).augments  # a classifier has one shape of images
+        scores = from_json(metrics)
+        classifier = isinstance(scores, ClassMetrics)  # has one shape of images
+        seen = '{} x {}'.format(*report['settings']['imgsz']) if classifier else 'rectangles'
+        yield [name, 'PyTorch', seen, scores, megabytes(file)]
+    again = [] if classifier else [(trained, 'PyTorch', best)]
     for name, runtime, file in (
         *again,
         (trained, 'ONNX Runtime', best.with_suffix('.onnx')),
@@ -48,7 +51,7 @@ def rows(folder: Path) -> Iterator[list[Any]]:
     ):
         metrics = json.loads((folder / f'eval-{file.name}' / 'metrics.json').read_text())
         height, width = metrics['settings']['imgsz']
-        yield [name, runtime, f'{height} x {width}', metrics, megabytes(file)]
+        yield [name, runtime, f'{height} x {width}', from_json(metrics), megabytes(file)]
 
 
 def speeds(report: dict[str, Any]) -> str:
@@ -104,14 +107,14 @@ def main(argv: Sequence[str] | None = None) -> None:
             f'{folder}: needs the folder that quickstart.sh filled, .work/demo, .work/demo-seg or .work/demo-cls'
         )
     found = list(rows(folder))
-    titles, masks = score_titles(*(metrics for *_, metrics, _ in found))
+    columns = Columns(*(metrics for *_, metrics, _ in found))
     print(
         markdown_table(
-            ('model', 'run by', 'images', *titles, 'MB'),
-            [[*what, *score_cells(metrics, masks), size] for *what, metrics, size in found],
+            ('model', 'run by', 'images', *columns.titles, 'MB'),
+            [[*what, *columns.cells(metrics), size] for *what, metrics, size in found],
         )
     )
-    notes = SHAPES + ENGINES if task_in(found[0][3]).augments else ENGINES
+    notes = ENGINES if isinstance(found[0][3], ClassMetrics) else SHAPES + ENGINES
     print(notes, speeds(json.loads((folder / 'speed' / 'benchmark.json').read_text())), sep='\n\n')
 
 

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the patched tree; Python starts in scripts/
 from utils.qat.config.deploy import InferConfig
-from utils.qat.config.settings import read, require_multiples
+from utils.qat.config.settings import image_size, read
 from utils.qat.config.tables import CHECKPOINTS, EXPORTED
 from utils.qat.core.command import command, run_command
 from utils.qat.core.errors import QatError
@@ -191,8 +191,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     from utils.qat.core.machine import select_device
 
     predict = open_model(config, select_device(config.device))
-    size = predict.imgsz or config.imgsz or predict.quantized_for or predict.task.imgsz
-    require_multiples(size, predict.stride)
+    size = predict.imgsz or image_size(config.imgsz, predict)
     names = predict.names or {}
     unread = total = skipped = 0
     with own_folder(config) if config.save else nullcontext() as folder:

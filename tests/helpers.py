@@ -16,6 +16,8 @@ from conftest import REPO, TREE
 from utils.qat.config.qat import QuantizeConfig
 from utils.qat.core.command import run_command
 from utils.qat.core.log import LOGGER
+from utils.qat.evaluation.metrics import DetectionMetrics
+from utils.qat.run.state import State
 
 SIZE = 64  # pixels; the strides end at 32
 PATCH = 'patch_yolov9.sh'
@@ -37,6 +39,19 @@ def settings(**changes):
     files = {'weights': Path('w.pt'), 'data': Path('d.yaml')}
     quick = {'batch_size': 4, 'imgsz': 128, 'calib_images': 8, 'calib_method': 'mse', 'amp': 'off', 'workers': 0}
     return QuantizeConfig(**{**files, **quick, **changes})
+
+
+def scores(ap=0.5, **others):
+    """The metrics of a detector."""
+    return DetectionMetrics(
+        **{'ap50': 0.5, 'precision': 0.5, 'recall': 0.5, 'images': 72, 'instances': 9, 'ap': ap, **others}
+    )
+
+
+def state_of(images=72, **results):
+    """The State of a run that calibrates, with these results."""
+    settled = {'settings': settings(epochs=0).plain(), 'versions': {'torch': '2'}, 'device': 'CPU', 'machine': {}}
+    return State(**{**settled, 'classes': {}, 'images': {'val': images}, 'resampled': {'val': {}}, **results})
 
 
 def image(size=SIZE, batch=1, seed=0):

@@ -7,7 +7,7 @@ import fcntl
 import os
 import shutil
 import signal
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
@@ -27,6 +27,7 @@ from models.quantize import checkpoint
 from models.quantize.blocks import is_quantized
 from models.quantize.calibration.calibrate import fit_ranges
 from models.quantize.convert import quantize_model
+from models.quantize.plan import fine_tuning
 from models.quantize.reparameterize import reparameterize
 from models.quantize.scales import tie_scales
 from utils.qat.backends.pytorch import TorchModel
@@ -324,6 +325,13 @@ def exports(small, tmp_path_factory):
     shutil.copy(small.single, folder / 'float.pt')
     shutil.copy(small.quantized, folder / 'int8.pt')
     return folder
+
+
+def recipe(**changes):
+    """How a calibrated model learns (loop.Learning), by the names of options."""
+    config = settings(**changes)
+    given = {'task_loss': 0.0, 'lr': 1e-5, 'compile': False, 'amp': 'off'}
+    return fine_tuning(replace(config, **{k: v for k, v in given.items() if getattr(config, k) is None}))
 
 
 def interrupt(at, number, *words):

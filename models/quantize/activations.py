@@ -2,14 +2,13 @@
 
 SiLU takes a quarter of the time of an INT8 network, because an engine computes its exponential in float. A polynomial in its
 place changes the outputs less than rounding does. A ReLU costs nothing, but with it the model has to learn to reproduce the
-unchanged one (`adapt` in finetuning/loop.py). The model is then quantized like any float model.
+unchanged one (adapt.py). The model is then quantized like any float model.
 
 The class path of PolynomialSiLU is a file format, because checkpoints pickle it. Do not rename or move it.
 """
 
 from collections.abc import Collection, Sequence
 from copy import deepcopy
-from typing import TypeVar
 
 import torch
 import torch.nn as nn
@@ -20,8 +19,6 @@ from utils.qat.config.qat import AUTO, CalibrationConfig, QuantizeConfig
 from utils.qat.config.tables import load_target
 from utils.qat.core.errors import QatError
 from utils.qat.core.log import LOGGER
-
-Calibration = TypeVar('Calibration', bound=CalibrationConfig)
 
 # The clamp, and the coefficients of x, x³ and x⁵. Of all such functions it has the least squared error for values around 0 with a
 # standard deviation of 1.5
@@ -85,33 +82,30 @@ def exchangeable(model: nn.Module, activation: str) -> list[str]:
     ]
 
 
-def with_activation(model: nn.Module, config: Calibration) -> Calibration:
-    """Resolve config.activation for a float model, and return the settings with it.
+def activation_for(model: nn.Module, config: CalibrationConfig) -> str:
+    """Decide what the activation functions of a float model become: config.activation, 'keep' for nothing.
 
     AUTO is the target's in a run of `quantize`, for a network of YOLOv9 that has a function to exchange; networks of torchvision were not
     measured. Raises QatError if config.activation replaces nothing in `model`, or the target's engine gains nothing by it.
     """
-    target = load_target(config.target)
-    if config.activation == AUTO:
+    target, activation = load_target(config.target), config.activation
+    if activation == AUTO:
         known = isinstance(config, QuantizeConfig) and hasattr(model, 'model') and target.activation in REPLACED
         if not (known and exchangeable(model, target.activation)):
-            return config.decide(activation='keep')
+            return 'keep'
         LOGGER.info(f'--activation {target.activation}: {target.title} computes it faster than SiLU; keep leaves SiLU')
-        return config.decide(activation=target.activation)
-    activation = config.activation
-    if activation == 'keep':
-        return config
-    if activation not in target.gains_by:
+        return target.activation
+    if activation != 'keep' and activation not in target.gains_by:
         raise QatError(
             f'--activation {activation}: {target.title} computes it no faster than SiLU; use {" or ".join(target.gains_by)}, '
             'or leave it out'
         )
-    if not exchangeable(model, activation):
+    if activation != 'keep' and not exchangeable(model, activation):
         names = ', '.join(kind.__name__ for kind in REPLACED[activation])
         raise QatError(
             f'--activation {activation}: the model has no {names} to exchange for it; leave --activation out'
         )
-    return config
+    return activation
 
 
 def chosen_activations(model: nn.Module, config: QuantizeConfig) -> list[str]:

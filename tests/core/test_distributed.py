@@ -195,7 +195,7 @@ sys.path.insert(0, '.')
 import torch
 from models.quantize import checkpoint
 from models.quantize.calibration.calibrate import Histogram, merge_histograms
-from models.quantize.finetuning.loop import finetune, supervised_layers
+from models.quantize.finetuning.loop import Learning, finetune, supervised_layers
 from models.quantize.finetuning.training_step import NotFinite, TrainingStep
 from utils.qat.core import distributed
 from utils.qat.core.machine import select_device
@@ -237,14 +237,14 @@ result['histograms'] = [(h.counts, h.exponent, h.largest, h.ends) for h in histo
 
 options = EvalConfig(job['single'], job['data'], batch_size=job['batch'], imgsz=128, workers=0)
 result['metrics'] = evaluate(TorchModel(student()), Loaders(data, options, 32, shard=(me, 2)).scored(), data.names, cpu,
-                             predictions_file=job['folder'] / 'pair.json').plain()
+                             predictions_file=job['folder'] / 'pair.json').to_json()
 
 model = student()
 if me:
     model.model[0].conv.bias.data += 1  # they need not agree before
-config = QuantizeConfig(job['single'], job['data'], hyp=job['hyp'], batch_size=job['batch'], imgsz=128, workers=0, epochs=2, lr=1e-4, amp='off')
+config = QuantizeConfig(job['single'], job['data'], hyp=job['hyp'], batch_size=job['batch'], imgsz=128, workers=0)
 images = Loaders(data, config, 32, cpu, (me, 2)).training(load_hyp(job['hyp']))
-result['losses'] = [epoch.loss for epoch in finetune(model, teacher, images, config)]
+result['losses'] = [epoch.loss for epoch in finetune(model, teacher, images, Learning(2, 200, 1e-4))]
 result['finetuned'] = state(model)
 torch.save(result, job['folder'] / f'{me}.pt')
 distributed.leave()
@@ -332,7 +332,7 @@ def test_figures_and_detections_are_those_of_one_process(small, pair):
     config = EvalConfig(small.single, small.data, batch_size=BATCH, imgsz=128, workers=0)
     loader, alone = Loaders(data, config, 32).scored(), folder / 'alone.json'
     metrics = evaluate(model, loader, data.names, CPU, predictions_file=alone)
-    assert first['metrics'] == second['metrics'] == metrics.plain()
+    assert first['metrics'] == second['metrics'] == metrics.to_json()
     assert alone.read_text() == (folder / 'pair.json').read_text()
 
 

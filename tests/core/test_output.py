@@ -21,16 +21,18 @@ import numpy as np
 import pytest
 import zoo
 from conftest import REPO, TREE
+from helpers import scores, state_of
 from PIL import Image
-from zoo import program, settings
+from zoo import program
 
 from utils.qat.config.settings import typed_words
+from utils.qat.config.tasks import load_task
 from utils.qat.core.command import command, run_command
 from utils.qat.core.log import LOGGER, RESULT, TERMINAL, bar, log_to, quiet_upstream
 from utils.qat.core.text import markdown_table, width
 from utils.qat.evaluation.score_tables import MOST, plot_classes
 from utils.qat.run.report import write_report
-from utils.qat.run.state import State
+from utils.qat.run.state import Stage
 from utils.qat.vendors.tensorrt.engine.api import can_build
 
 
@@ -359,12 +361,12 @@ def test_reports_list_only_settings_that_were_typed(chain, others):
 
 
 def test_a_report_before_and_without_any_score(tmp_path):
-    state = State(settings(epochs=0).plain(), {'torch': '2'}, 'CPU', {}, {}, {'val': 8}, resampled={'val': {}})
-    write_report(tmp_path, state.report())
+    state = state_of()
+    write_report(tmp_path, state, load_task('detect'))
     assert links(tmp_path / 'report.md') == [] and '## Next' not in (tmp_path / 'report.md').read_text()
     state.calibration = {'method': 'l2.4', 'biases': 'none', 'divergence': {'mse': 0.02, 'l2.4': 0.01}}
-    state.ptq, state.kept_float = {'file': 'weights/ptq.pt'}, ['model.3']
-    write_report(tmp_path, state.report())
+    state.ptq, state.kept_float = Stage(file='weights/ptq.pt'), ['model.3']
+    write_report(tmp_path, state, load_task('detect'))
     text = (tmp_path / 'report.md').read_text()
     assert links(tmp_path / 'report.md') == ['weights/best.pt', 'weights/ptq.pt'] and not list(tmp_path.glob('*.png'))
     assert 'Left in float: model.3.' in text
@@ -381,7 +383,7 @@ def test_tables_align_with_wide_names():
 def test_a_picture_of_any_class_names(tmp_path, recwarn):
     """A dollar sign starts no formula, missing glyphs give no warning, and thousands of classes fit."""
     rows = [{'name': f'{n} ${n}$ 猫', 'ap': n / 2000} for n in range(2000)]
-    models = {name: {'ap': 0.5, 'per_class': rows, 'mask': {'ap': 0.4}} for name in ('float', 'INT8')}
+    models = {name: scores(per_class=rows, mask={'ap': 0.4}) for name in ('float', 'INT8')}
     plot_classes(tmp_path / 'classes.png', models)
     assert Image.open(tmp_path / 'classes.png').height < 120 * 0.4 * (MOST + 5) and not recwarn.list
 

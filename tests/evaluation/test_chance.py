@@ -5,6 +5,7 @@ import re
 
 import numpy as np
 import pytest
+from helpers import scores, state_of
 from utils.metrics import ap_per_class
 from zoo import command
 
@@ -15,9 +16,9 @@ from utils.qat.data.dataset import load_data
 from utils.qat.evaluation import chance
 from utils.qat.evaluation.chance import draw_resamples, resampled_ap, within_chance
 from utils.qat.evaluation.evaluate import evaluate
-from utils.qat.evaluation.score_tables import merit
+from utils.qat.evaluation.metrics import from_json
 from utils.qat.run.report import conclusions
-from utils.qat.run.state import LAST, STATE
+from utils.qat.run.state import LAST, STATE, Stage
 
 
 def upstream(images, part=0):
@@ -109,7 +110,7 @@ def test_a_run_says_what_chance_is_good_for(finished):
         assert found['difference'] == pytest.approx(stage['ap'] - float_['ap'], abs=1e-9) and found['chance'] > 0
         assert found['mask']['difference'] == pytest.approx(stage['mask']['ap'] - float_['mask']['ap'], abs=1e-9)
         assert re.search(rf'\| +{re.escape(rounded(found))} \| +{re.escape(rounded(found["mask"]))} \|', text)
-    assert report['gain']['difference'] == pytest.approx(merit(best) - merit(ptq), abs=1e-9)
+    assert report['gain']['difference'] == pytest.approx(from_json(best).merit - from_json(ptq).merit, abs=1e-9)
     assert report['gain']['difference'] >= 0
     mean = {'ap': sum(e['ap'] for e in last) / 3, 'mask': sum(e['mask']['ap'] for e in last) / 3}
     assert report['last_epochs']['difference'] == pytest.approx(mean['ap'] - float_['ap'], abs=1e-9)
@@ -129,10 +130,12 @@ def test_a_run_says_what_chance_is_good_for(finished):
         (2, (0.003, 0.002), 'against PTQ: +0.30 ± 0.20 points of AP, beyond chance.'),
     ],
 )
-def test_whether_fine_tuning_helped_is_said(finished, best, gain, says):
-    report = json.loads((finished / 'report.json').read_text())
-    report['best']['epoch'], report['gain'] = best, dict(zip(('difference', 'chance'), gain))
-    assert f'Fine-tuning {says}' in conclusions(report)
+def test_whether_fine_tuning_helped_is_said(best, gain, says):
+    epochs = [Stage(scores(ap=0.4 + 0.2 * (number == best)), epoch=number) for number in (1, 2)]
+    difference, chance = gain[0], gain[1] / 1.96
+    after = np.array([[difference], [difference + chance], [difference - chance]])
+    resampled = {'val': {'PTQ': np.zeros((3, 1)), 'epoch 2': after}}
+    assert f'Fine-tuning {says}' in conclusions(state_of(ptq=Stage(scores()), epochs=epochs, resampled=resampled))
 
 
 def test_no_layer_is_left_in_float_for_a_loss_within_chance(small, tmp_path):

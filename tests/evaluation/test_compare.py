@@ -5,6 +5,7 @@ import json
 import numpy as np
 import pytest
 import torch
+from helpers import scores
 
 from labelled import CPU, val_images
 from utils.qat.backends.pytorch import TorchModel
@@ -14,7 +15,7 @@ from utils.qat.data.dataset import load_data
 from utils.qat.evaluation.compare import ElementDifferences, compare_models
 from utils.qat.evaluation.compare_detections import beyond_limits, details, in_a_clause, scores_table
 from utils.qat.evaluation.evaluate import evaluate
-from utils.qat.evaluation.score_tables import difference_cells, score_cells
+from utils.qat.evaluation.score_tables import Columns
 
 SIZE, CLASSES = 320, 3
 
@@ -142,12 +143,12 @@ def test_different_shapes_cannot_be_compared():
 
 
 def test_differences_of_scores_are_in_points():
-    before = {'ap': 0.5, 'ap50': 0.75, 'precision': 1.0, 'mask': {'ap': 0.25}}
-    after = {'ap': 0.4975, 'ap50': 0.76, 'precision': 1.0, 'recall': 0.5, 'mask': {'ap': 0.5}}
-    assert difference_cells(after, before) == ['-0.25', '+1.00', '+0.00', '-']
-    assert difference_cells(after, before, True, ' ± 0.10')[0::4] == ['-0.25 ± 0.10', '+25.00']
-    assert difference_cells(None, before) == ['-'] * 4
-    assert len(score_cells(before, True)) == len(difference_cells(after, None, True))
+    before = scores(ap=0.5, ap50=0.75, precision=1.0, recall=None, mask={'ap': 0.25})
+    after = scores(ap=0.4975, ap50=0.76, precision=1.0, mask={'ap': 0.5})
+    assert Columns(scores()).differences(after, before) == ['-0.25', '+1.00', '+0.00', '-']
+    columns = Columns(before, None)
+    assert columns.differences(after, before, ' ± 0.10')[0::4] == ['-0.25 ± 0.10', '+25.00']
+    assert columns.differences(None, before) == columns.cells(None) == ['-'] * 8 and len(columns.titles) == 8
 
 
 # ---- real models --------------------------------------------------------------------------------------------------------
@@ -173,7 +174,7 @@ def test_a_model_is_equal_to_itself(setup):
 
 def test_metrics_are_those_of_evaluate_and_each_model_runs_once_per_batch(setup):
     loader, names, *models = setup
-    alone = [evaluate(model, loader, names, CPU).plain() for model in models]
+    alone = [evaluate(model, loader, names, CPU).to_json() for model in models]
     calls = []
 
     def counted(model):

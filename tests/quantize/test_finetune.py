@@ -3,13 +3,14 @@
 import contextlib
 import itertools
 import math
+from dataclasses import FrozenInstanceError
 
 import numpy as np
 import pytest
 import torch
 from conftest import REPO
 from faults import sampled
-from zoo import build, image, output, same, settings, state, tensors
+from zoo import build, image, output, recipe, same, settings, state, tensors
 
 from models.quantize.finetuning.loop import finetune, learning_rate_share, supervised_layers
 from models.quantize.finetuning.training_step import (
@@ -23,6 +24,7 @@ from models.quantize.finetuning.training_step import (
     relative_error,
 )
 from models.quantize.network import head_of
+from models.quantize.plan import adaptation, resolve
 from models.quantize.quantizers import FixedScales, named_quantizers, quantizers_off
 from utils.qat.config.tasks import load_task
 from utils.qat.core.errors import QatError
@@ -38,7 +40,7 @@ def run(small, loader=LOADER, **changes):
     """Fine-tune a calibrated model; returns (student, [Epoch, ...])."""
     student = small.quantized_model()
     return student, list(
-        finetune(student, small.float_model(), loader, settings(**{'epochs': 2, 'iters': 4, 'lr': 1e-4, **changes}))
+        finetune(student, small.float_model(), loader, recipe(**{'epochs': 2, 'iters': 4, 'lr': 1e-4, **changes}))
     )
 
 
@@ -73,7 +75,7 @@ def test_the_teacher_stays_as_it_is(small, amp):
     teacher = small.float_model()
     before = state(teacher)
     flags = [p.requires_grad for p in teacher.parameters()]
-    list(finetune(small.quantized_model(), teacher, LOADER, settings(epochs=1, iters=2, amp=amp)))
+    list(finetune(small.quantized_model(), teacher, LOADER, recipe(epochs=1, iters=2, amp=amp)))
     assert same(state(teacher), before) and [p.requires_grad for p in teacher.parameters()] == flags
     assert not any(p.grad is not None for p in teacher.parameters())
     assert not any(m._forward_hooks for m in teacher.modules())
@@ -92,7 +94,7 @@ def test_nothing_is_left_on_the_student(small):
 def test_the_caller_sees_every_epoch_before_the_next_begins(small):
     student = small.quantized_model()
     seen = [state(student)]
-    for _ in finetune(student, small.float_model(), LOADER, settings(epochs=2, iters=1)):
+    for _ in finetune(student, small.float_model(), LOADER, recipe(epochs=2, iters=1)):
         seen.append(state(student))
     assert len(seen) == 3 and not same(seen[0], seen[1]) and not same(seen[1], seen[2])
 
@@ -106,7 +108,7 @@ def test_an_epoch_is_at_most_iters_and_at_most_the_loader(small, epochs, iters, 
         calls.append((epoch, steps))
         return batches
 
-    options = settings(epochs=epochs, iters=iters)
+    options = recipe(epochs=epochs, iters=iters)
     done = list(finetune(small.quantized_model(), small.float_model(), LOADER, options, progress))
     assert [(e.number, e.steps) for e in done] == calls == [(number, steps) for number in range(1, epochs + 1)]
 
@@ -124,7 +126,7 @@ class Loader(list):
 
 def test_not_finite_stops_and_keeps_what_was_learnt(small):
     student = small.quantized_model()
-    epochs = finetune(student, small.float_model(), Loader(LOADER), settings(epochs=3, iters=2))
+    epochs = finetune(student, small.float_model(), Loader(LOADER), recipe(epochs=3, iters=2))
     assert next(epochs).number == 1
     with pytest.raises(
         QatError, match=r'not finite from layer model\.0 on \(epoch 2\).*finished epochs are kept.*--lr'
@@ -139,7 +141,7 @@ def test_the_layer_at_fault_is_named(small):
     index = 5
     list(student.model[index].parameters())[-1].data.fill_(math.inf)  # a bias: INT8 would clamp a weight
     with pytest.raises(QatError, match=rf'not finite from layer model\.{index} on \(epoch 1\)'):
-        list(finetune(student, small.float_model(), LOADER, settings(epochs=1, iters=1)))
+        list(finetune(student, small.float_model(), LOADER, recipe(epochs=1, iters=1)))
 
 
 def test_a_gradient_that_is_not_finite_is_not_followed(small):
@@ -148,7 +150,7 @@ def test_a_gradient_that_is_not_finite_is_not_followed(small):
     before = state(student)
     student.model[3].cv1.conv.weight.requires_grad_(True).register_hook(lambda grad: grad * math.inf)
     with pytest.raises(QatError, match=r'gradient of model\.3\.cv1\.conv\.weight is not finite \(epoch 1\)'):
-        list(finetune(student, small.float_model(), LOADER, settings(epochs=1, iters=1)))
+        list(finetune(student, small.float_model(), LOADER, recipe(epochs=1, iters=1)))
     assert same(state(student), before)
 
 
@@ -202,11 +204,11 @@ def test_bf16_learns_and_leaves_fp32(demo):
 def test_what_is_not_finite_leaves_the_weights_of_the_last_good_step(small, amp):
     bad = torch.full_like(LOADER[0], math.nan)
     student = small.quantized_model()
-    options = settings(epochs=1, iters=4, amp=amp)
+    options = recipe(epochs=1, iters=4, amp=amp)
     with pytest.raises(QatError, match=r'not finite from layer model\.0 on \(epoch 1\)'):
         list(finetune(student, small.float_model(), [*LOADER[:2], bad, LOADER[3]], options))
     expected = small.quantized_model()
-    step = TrainingStep(expected, small.float_model(), supervised_layers(expected, 1), options.highest_rate, amp)
+    step = TrainingStep(expected, small.float_model(), supervised_layers(expected, 1), options.rate, amp)
     for number, images in enumerate(LOADER[:2]):
         step.set_rate(learning_rate_share(number, 4))
         step(images)
@@ -236,18 +238,26 @@ def test_the_loss_keeps_what_autograd_would(small):
         (None, True, '--compile: .*device is cpu; leave out --compile'),
     ],
 )
-def test_what_needs_a_gpu_is_refused_without_one(amp, compile, says):
+def test_what_needs_a_gpu_is_refused_without_one(small, amp, compile, says):
     with pytest.raises(QatError, match=says):
-        settings(amp=amp, compile=compile).on('cpu')
+        resolved(small, 'cpu', amp=amp, compile=compile)
 
 
-@pytest.mark.parametrize('device, amp, graph', [('cpu', 'off', None), ('cuda', 'fp16', True)])
-def test_the_defaults_are_those_of_the_device(device, amp, graph):
+def resolved(small, device, **changes):
+    """The settings as `quantize` resolves them for the small model."""
+    asked = settings(**{'amp': None, 'target': 'openvino', 'activation': 'keep', **changes})
+    return resolve(asked, small.float_model(), device)
+
+
+@pytest.mark.parametrize('device, amp, graph', [('cpu', 'off', False), ('cuda', 'fp16', True)])
+def test_the_defaults_are_those_of_the_device(small, device, amp, graph):
     for given in (None, 'bf16'):
-        config = settings(amp=given).on(device)
-        assert (config.amp, config.compile) == (given or amp, graph)
-        assert config.decided == ('amp',) * (not given) + ('compile',) * (device == 'cuda'), 'what was not typed'
-    assert not settings(compile=False).on(device).compile
+        plan = resolved(small, device, amp=given)
+        assert (plan.amp, plan.compile) == (given or amp, graph)
+        assert plan.decided == (*('amp',) * (not given), 'compile', 'lr', 'task_loss'), 'what was not typed'
+    assert not resolved(small, device, compile=False).compile
+    with pytest.raises(FrozenInstanceError):
+        plan.amp = 'off'
 
 
 @pytest.mark.parametrize(
@@ -259,9 +269,11 @@ def test_the_defaults_are_those_of_the_device(device, amp, graph):
         ({'activation': 'relu', 'lr': 1e-4, 'task_loss': 0.0}, 1e-4, 0.0),
     ],
 )
-def test_the_recipe_follows_from_the_activation(changes, rate, labels):
-    config = settings(**changes)
-    assert (config.highest_rate, config.label_weight) == (rate, labels)
+def test_the_recipe_follows_from_the_activation(small, changes, rate, labels):
+    plan = resolved(small, 'cpu', **changes)
+    assert (plan.lr, plan.task_loss) == (rate, labels)
+    how = adaptation(plan)
+    assert (how.epochs, how.rate, how.label_weight, how.boxes) == (20, 1e-3, 0.0, plan.activation == 'relu')
 
 
 @pytest.mark.gpu
@@ -282,7 +294,7 @@ def test_a_graph_learns_what_single_launches_learn(small, amp, task_loss):
                 student,
                 small.float_model().cuda(),
                 batches,
-                settings(epochs=2, iters=9, amp=amp, compile=compile, task_loss=task_loss),
+                recipe(epochs=2, iters=9, amp=amp, compile=compile, task_loss=task_loss),
             )
         )
         states.append(state(student))
@@ -360,7 +372,7 @@ def test_the_loss_is_the_mean_over_the_layers(small, amp):
 def test_a_student_without_quantizers_has_nothing_to_learn(small):
     student = small.quantized_model()
     with quantizers_off(student):
-        [epoch] = finetune(student, small.float_model(), LOADER, settings(epochs=1, iters=1))
+        [epoch] = finetune(student, small.float_model(), LOADER, recipe(epochs=1, iters=1))
     assert epoch.loss == pytest.approx(TINY**0.5)
 
 
@@ -434,8 +446,8 @@ def test_a_head_that_is_not_known_learns_layer_by_layer(small):
     for model in (student, teacher):
         head = head_of(model)
         head.__class__ = type('UsersHead', (type(head),), {})
-    config = settings(epochs=1, iters=1, lr=1e-4, activation='relu', task_loss=0.0)
-    [epoch] = finetune(student, teacher, LOADER, config)
+    how = recipe(epochs=1, iters=1, lr=1e-4, activation='relu', task_loss=0.0)
+    [epoch] = finetune(student, teacher, LOADER, how)
     assert epoch.loss == run(small, epochs=1, iters=1)[1][0].loss
 
 

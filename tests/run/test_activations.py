@@ -19,19 +19,22 @@ from models.quantize.activations import (
     POLYNOMIAL,
     REPLACED,
     PolynomialSiLU,
+    activation_for,
     chosen_activations,
     exchangeable,
     exchanged,
     exchanges,
     finished,
     restored,
-    with_activation,
 )
+from models.quantize.adapt import adapt
 from models.quantize.calibration.calibrate import fit_ranges
 from models.quantize.calibration.divergence import HeadOutputs
 from models.quantize.convert import quantize_model
-from models.quantize.finetuning.loop import adapt
-from models.quantize.run.inputs import open_inputs, open_run
+from models.quantize.finetuning.loop import Learning
+from models.quantize.run.inputs import open_inputs
+from models.quantize.run.run import open_run
+from models.quantize.run.scorer import points_lost_by, score_float
 from models.quantize.scales import never_negative, tie_scales
 from test_resume import alike
 from utils.qat.backends.detections import prepared
@@ -43,7 +46,7 @@ from utils.qat.data.dataset import load_data
 from utils.qat.data.loaders import EpochBatches, Loaders, TrainingImages
 from utils.qat.graph.audit import audit
 from utils.qat.run.sensitivity_summary import FILE, worst
-from utils.qat.run.state import STATE
+from utils.qat.run.state import ADAPTED, FLOAT, STATE
 from utils.qat.vendors.graphs import graph_of
 from utils.qat.vendors.load import open_file
 
@@ -75,9 +78,8 @@ def test_without_activation_only_yolov9_for_openvino_gets_the_polynomial(small, 
         (exchanged_model(small, 'polynomial'), 'keep'),
         (classifiers.build('efficientnet_b0'), 'keep'),  # has SiLU, but was not measured
     ):
-        found = with_activation(network, settings(target=name))
-        assert (found.activation, found.decided) == (expected, ('activation',)), 'decided, not typed'
-    assert with_activation(model, settings(target=name, activation='keep')) == settings(target=name, activation='keep')
+        assert activation_for(network, settings(target=name)) == expected
+    assert activation_for(model, settings(target=name, activation='keep')) == 'keep'
 
 
 def test_a_run_for_openvino_delivers_the_polynomial_unless_silu_is_to_stay(small, tmp_path):
@@ -202,9 +204,8 @@ def test_the_model_learns_its_new_functions(small):
     teacher = small.float_model()
     student = exchanged(teacher, 'relu', exchangeable(teacher, 'relu'))
     untaught = output(finished(deepcopy(student)), IMAGES[0])
-    config = settings(activation='relu', activation_epochs=3, iters=10)
     images = Counted()
-    epochs = list(adapt(student, teacher, images, config))
+    epochs = list(adapt(student, teacher, images, Learning(3, 10, 1e-3, boxes=True)))
     assert [e.steps for e in epochs] == [10, 10, 10], 'an epoch has --iters steps, however few the images'
     assert images.seen == [*range(12)]
     finished(student).eval()
@@ -235,7 +236,7 @@ def test_with_relu_an_epoch_has_iters_steps_on_labels(small, changes, labelled, 
     hyp = opened.training.loader.dataset.dataset.hyp
     if changes['activation'] == 'relu':
         assert (hyp['fliplr'], hyp['mosaic']) == (0, 0)
-        learnt = opened.calibration.adaptation.loader.dataset.dataset.hyp
+        learnt = opened.adaptation.loader.dataset.dataset.hyp
         assert learnt['fliplr'] and learnt['mosaic']
 
 
@@ -249,6 +250,18 @@ def test_without_any_label_a_loss_on_them_is_refused(small, tmp_path):
     config = settings(weights=small.single, data=data, target='openvino', activation='relu')
     with pytest.raises(QatError, match='train: none of its .* nothing can be learnt from; --task-loss 0 needs none'):
         open_run(open_inputs(config))
+
+
+def test_a_budget_for_int8_is_beside_the_model_that_it_quantizes(small, tmp_path):
+    run = open_run(open_inputs(settings(weights=small.single, data=small.data, imgsz=64, device='cpu')))
+    run.start(tmp_path)
+    score_float(run, 'val')
+    resampled = run.state.resampled['val']
+    own, trial = resampled[FLOAT], small.float_model()
+    resampled[FLOAT] = own + 0.5
+    assert points_lost_by(run, trial, 100.0, first=False) == pytest.approx(50)
+    resampled[ADAPTED] = own
+    assert points_lost_by(run, trial, 100.0, first=False) == 0
 
 
 def test_a_model_with_relu_already_is_refused(small, tmp_path):

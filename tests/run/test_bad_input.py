@@ -81,7 +81,7 @@ qat.py eval --weights {quantized} --data {data} --imgsz 64 --workers 0 --device 
     --weights {classifier}             | labels of boxes are for detectors
     --baseline none.pt                 | --baseline; no such file
     --baseline {segmenter}             | --baseline; a segmentation model, unlike; give the model that
-    --baseline {files}/float.onnx --imgsz 96                    | --baseline; takes images of 64 x 64, and they are 96 x 96 here
+    --baseline {files}/float.onnx --imgsz 96                    | --imgsz 96; float.onnx; takes 64 x 64
     --conf-thres 2                     | --conf-thres; [0, 1]
     --data {wrong}/classes.yaml        | 2 classes; the model has 10
     --imgsz 100 128                    | --imgsz 100 128:; 96 128 or 128

@@ -106,7 +106,7 @@ def test_a_run_reports_the_figures_of_its_files(job):
         TorchModel(load_float(job / 'resnet18.pt')),
     )
     found, floating = (score(model, job) for model in models)
-    assert found.plain() == {k: v for k, v in report['ptq'].items() if k in found.plain()}
+    assert found.to_json() == {k: v for k, v in report['ptq'].items() if k in found.to_json()}
     apart = distance(found.scores, floating.scores)
     assert {key: report['ptq'][key] for key in apart} == pytest.approx(apart)
     assert found.top1 > 0.5, 'by chance half of 35 images are right once in ten million'

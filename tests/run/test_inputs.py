@@ -11,6 +11,7 @@ import onnx
 import pytest
 import torch
 import yaml
+from helpers import scores, state_of
 from torch.nn.utils import prune
 from utils.dataloaders import LoadImagesAndLabels
 from zoo import SMALL, build, command, interrupt
@@ -18,6 +19,7 @@ from zoo import SMALL, build, command, interrupt
 from utils.qat.core.command import run_command
 from utils.qat.core.errors import QatError, explain
 from utils.qat.run.report import conclusions, headline
+from utils.qat.run.state import Stage
 from utils.qat.untrusted.torchvision_weights import old_state
 
 CASES = {}  # name → (function: bench → command line, exit code, words of the answer)
@@ -521,19 +523,9 @@ def test_an_older_pytorch_reads_no_older_files(tmp_path, monkeypatch):
 
 
 def test_nothing_is_said_of_int8_where_the_float_model_finds_nothing():
-    metrics = {'ap': 0.0, 'ap50': 0.0, 'precision': 0.0, 'recall': 0.0}
-    ptq = {**metrics, 'against_float': {'difference': -1e-5, 'chance': 1.0}}
-    report = {
-        'origin': metrics,
-        'ptq': ptq,
-        'best': None,
-        'val': None,
-        'images': {'val': 1},
-        'chosen_on': 'val',
-        'gain': None,
-    }
-    assert 'finds nothing here' in headline(report) and conclusions(report) == [headline(report)]
-    found = {**metrics, 'ap': 0.5}
-    assert conclusions({**report, 'origin': found})[0] == (
+    ptq = Stage(scores(ap=0.0), against_float={'difference': -1e-5, 'chance': 1.0})
+    state = state_of(1, origin=Stage(scores(ap=0.0)), ptq=ptq)
+    assert 'finds nothing here' in headline(state) and conclusions(state) == [headline(state)]
+    assert conclusions(state_of(1, origin=Stage(scores()), ptq=ptq))[0] == (
         'INT8 against float: +0.00 ± ? points of AP, and one image tells nothing of chance on these 1 images.'
     )

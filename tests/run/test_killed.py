@@ -42,7 +42,7 @@ POINTS = {  # name → (function, which call, how; what --resume says then)
     'in epoch 2': ('models.quantize.finetuning.training_step.TrainingStep.__call__', 3, 'after', RESUME),
     'reporting epoch 2': ('pathlib.Path.write_text', 7, 'half', RESUME),
     'drawing': ('utils.qat.run.report.plot_ap', 1, 'before', RESUME),
-    'finishing': ('models.quantize.run.keeper.Keeper.finish', 1, 'before', RESUME),
+    'finishing': ('models.quantize.run.run.Run.finish', 1, 'before', RESUME),
 }
 
 

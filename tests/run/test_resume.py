@@ -15,7 +15,7 @@ import torch
 import yaml
 from conftest import REPO
 from faults import sampled
-from zoo import command, image, interrupt, load_any, same, settings, state
+from zoo import command, image, interrupt, load_any, recipe, same, settings, state
 
 from models.quantize.finetuning.loop import Epoch, finetune
 from utils.qat.core.errors import QatError
@@ -32,7 +32,7 @@ HYP = {**load_hyp(REPO / 'demo/hyp.yaml'), 'mosaic': 0.7, 'mixup': 0.5, 'fliplr'
 def training(small, data=None, hyp=HYP, shard=(0, 1), **changes):
     """TrainingImages of 12 images."""
     config = settings(**{'batch_size': 5, 'imgsz': 64, **changes})
-    return Loaders(data or load_data(small.data), config, 32, CPU, shard).training(hyp, labels=config.label_weight > 0)
+    return Loaders(data or load_data(small.data), config, 32, CPU, shard).training(hyp, labels=bool(config.task_loss))
 
 
 def epoch_of(images, epoch):
@@ -249,7 +249,7 @@ LOADER = [image(64, 1, seed) for seed in range(4)]
 
 @pytest.mark.parametrize('amp', sampled(['off', 'bf16'], 2))
 def test_fine_tuning_goes_on_from_every_epoch(small, amp):
-    config = settings(epochs=3, iters=1, lr=1e-3, amp=amp)
+    config = recipe(epochs=3, iters=1, lr=1e-3, amp=amp)
     student, finished = small.quantized_model(), []
     for epoch in finetune(student, small.float_model(), LOADER, config):
         finished.append((epoch, state(student)))
@@ -271,7 +271,7 @@ def test_fine_tuning_goes_on_from_every_epoch(small, amp):
 @pytest.mark.parametrize('compile', [False, True])
 def test_fine_tuning_goes_on_with_gpu_and_graph(small, amp, compile):
     torch.backends.cudnn.deterministic = True
-    config, batches = settings(epochs=3, iters=8, lr=1e-4, amp=amp, compile=compile), [b.cuda() for b in LOADER * 2]
+    config, batches = recipe(epochs=3, iters=8, lr=1e-4, amp=amp, compile=compile), [b.cuda() for b in LOADER * 2]
     student, finished = small.quantized_model().cuda(), []
     for epoch in finetune(student, small.float_model().cuda(), batches, config):
         finished.append(epoch)

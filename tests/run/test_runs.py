@@ -20,6 +20,7 @@ import pytest
 import torch
 from conftest import TREE
 from faults import sampled
+from helpers import scores, state_of
 from matplotlib.figure import Figure
 from zoo import command, interrupt, program, python, same
 
@@ -34,10 +35,10 @@ from utils.qat.core.errors import QatError
 from utils.qat.core.files import sha256
 from utils.qat.core.run_folder import LOCK, run_folder, writing
 from utils.qat.core.text import literal
-from utils.qat.run.report import headline
+from utils.qat.run.report import conclusions, headline
 from utils.qat.run.resume import read_state
 from utils.qat.run.sensitivity_summary import FILE, read_summary
-from utils.qat.run.state import STATE
+from utils.qat.run.state import STATE, Stage
 
 FORK = multiprocessing.get_context('fork')
 ON_CPU = ('--imgsz', 64, '--device', 'cpu')
@@ -687,24 +688,36 @@ COSTS_NOTHING = (
 )
 def test_the_cost_in_one_sentence(difference, says):
     against = {'difference': difference, 'chance': 0.005}
-    sentence = headline_of({'ap': 0.5, 'file': 'weights/ptq.pt', 'against_float': against})
+    sentence = headline(state_of(ptq=Stage(scores(), 'weights/ptq.pt', against_float=against)))
     assert sentence.startswith(says) and sentence.endswith('; weights/best.pt is the model to export.')
+
+
+def test_a_loss_by_other_activation_functions_is_not_booked_to_int8():
+    lost = {'difference': -0.1, 'chance': 0.01}
+    models = {
+        'adapted': Stage(scores(0.4), 'a.pt', against_float=lost),
+        'ptq': Stage(scores(0.4), 'p.pt', against_float=lost),
+    }
+    state = state_of(**models, resampled={'val': {'adapted': np.full((3, 1), 0.4), 'PTQ': np.full((3, 1), 0.4)}})
+    state.settings['activation'] = 'relu'
+    begin = 'INT8 costs nothing that these images show: AP 0.4000, against float with relu +0.00 ± 0.00 points of AP'
+    assert headline(state).startswith(begin)
+    said = ' '.join(conclusions(state))
+    assert 'Float with relu against float: -10.00 ± 1.00' in said and 'INT8 against float: -10.00 ± 1.00' in said
+    state.resampled['val'].clear()
+    assert headline(state).startswith('INT8 with relu costs 10.00 points of AP beyond chance')
 
 
 @pytest.mark.parametrize(
     'ptq, says',
     [
-        ({'ap': 0.5, 'file': 'f.pt'}, 'The INT8 model has AP 0.5000 on 72 images, and the float model was not scored'),
-        ({'file': 'f.pt'}, 'The INT8 model was not scored'),
+        (Stage(scores(), 'f.pt'), 'The INT8 model has AP 0.5000 on 72 images, and the float model was not scored'),
+        (Stage(file='f.pt'), 'The INT8 model was not scored'),
     ],
 )
 def test_what_was_not_scored_is_said_to_be_so(ptq, says):
-    assert headline_of(ptq) == f'{says}; weights/best.pt is the model to export.'
-
-
-def headline_of(ptq):
-    return headline({'ptq': ptq, 'best': None, 'val': None, 'chosen_on': 'val', 'images': {'val': 72}})
+    assert headline(state_of(ptq=ptq)) == f'{says}; weights/best.pt is the model to export.'
 
 
 def test_a_run_without_a_calibrated_model_is_not_over():
-    assert 'not over' in headline_of(None)
+    assert 'not over' in headline(state_of())

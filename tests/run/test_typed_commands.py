@@ -75,12 +75,11 @@ def test_the_converted_file_lies_beside_the_checkpoint(small, tmp_path):
 @pytest.mark.full_tree
 def test_the_default_data_is_found_from_another_folder(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    default = EvalConfig(Path('w.pt'))
-    assert default.data == Path('data/coco.yaml') and default.data_file == TREE / 'data/coco.yaml'
-    assert EvalConfig(Path('w.pt'), Path('mine.yaml')).data_file == Path('mine.yaml')
+    assert EvalConfig(Path('w.pt')).data == TREE / 'data/coco.yaml'
+    assert EvalConfig(Path('w.pt'), Path('mine.yaml')).data == Path('mine.yaml')
     (tmp_path / 'data').mkdir()
     (tmp_path / 'data/coco.yaml').write_text('')
-    assert default.data_file == Path('data/coco.yaml'), 'the one that is here comes first'
+    assert EvalConfig(Path('w.pt')).data == Path('data/coco.yaml'), 'the one that is here comes first'
 
 
 @pytest.mark.full_tree

@@ -2,10 +2,10 @@
 
 import numpy as np
 import pytest
+from helpers import scores
 
 from utils.qat.evaluation import chance
 from utils.qat.evaluation.chance import difference, points_lost, resampled_ap, within_chance
-from utils.qat.evaluation.score_tables import merit
 
 LEVELS = np.arange(10)  # of IoU
 
@@ -98,4 +98,4 @@ def test_within_chance_nothing_is_lost_and_masks_count_as_boxes(found, lost):
 
 
 def test_the_best_is_chosen_by_boxes_and_masks_alike():
-    assert merit({'ap': 0.5, 'mask': {'ap': 0.3}}) == 0.4 and merit({'ap': 0.5}) == 0.5
+    assert scores(mask={'ap': 0.3}).merit == 0.4 and scores().merit == 0.5

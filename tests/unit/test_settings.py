@@ -13,6 +13,7 @@ from utils.qat.config import common, deploy, export, qat
 from utils.qat.config.settings import RUN, WHAT, Range, Settings, add_options, flag_of, option_of, read
 from utils.qat.core.command import Parser
 from utils.qat.core.errors import QatError
+from utils.qat.core.files import in_tree
 
 KINDS = sorted(
     {
@@ -44,7 +45,8 @@ def test_what_is_not_typed_is_the_default(kind):
     assert sum(f.default is MISSING for f in fields(kind)) <= 3, 'the rest need not be typed'
     for f in fields(kind):
         if f.default is not MISSING and f.name not in ('engine', 'timing_cache', 'opset', 'random'):
-            assert getattr(made, f.name) == f.default, f.name
+            default = in_tree(f.default) if isinstance(f.default, Path) else f.default
+            assert getattr(made, f.name) == default, f.name
     with pytest.raises(FrozenInstanceError):
         setattr(made, fields(kind)[0].name, None)
 

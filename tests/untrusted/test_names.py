@@ -19,11 +19,12 @@ import torch
 import yaml
 from faults import DRY, RUN, call, sampled, with_pickle
 from graphs import model_of
+from helpers import scores, state_of
 from onnx import helper
-from zoo import settings
 
 from models.deploy.formats.deepstream import deepstream_config
 from utils.qat.backends.file_model import stride_and_names
+from utils.qat.config.tasks import load_task
 from utils.qat.core.command import run_command
 from utils.qat.core.errors import QatError
 from utils.qat.core.files import write_document
@@ -32,6 +33,7 @@ from utils.qat.core.text import code, cut, escaped, link, markdown_table, visibl
 from utils.qat.evaluation.score_tables import class_table
 from utils.qat.graph.triton_config import triton_config
 from utils.qat.run.report import write_report
+from utils.qat.run.state import Stage
 from utils.qat.untrusted.names import LONGEST, class_names
 
 REFUSED = {  # what it does to a terminal or to a list of names → a name
@@ -412,25 +414,21 @@ def test_the_log_keeps_lines_of_ours_and_nothing_else(tmp_path):
 @pytest.mark.parametrize('name', [*ODD, 'two\nlines', '\x1b[31m'])
 def test_whatever_a_report_is_made_of(tmp_path, name):
     """Title, table, code, link and the text of a run's report."""
-    metrics = {'ap': 0.5, 'ap50': 0.5, 'precision': 0.5, 'recall': 0.5, 'instances': 1}
-    table = class_table({**metrics, 'per_class': [{**metrics, 'name': name}]})
+    table = class_table(scores(per_class=[{'ap': 0.5, 'instances': 1, 'name': name}]))
     parts = [markdown_table(('a', name), [(name, 1)]), table, code(f'python {name}'), link(name)]
     write_document(tmp_path / 'x.md', name, parts)
-    of_run = settings(epochs=0).plain() | {'weights': f'/{name.replace("/", "")}.pt', 'exclude': [name]}
-    report = dict.fromkeys(('origin', 'best', 'gain', 'last_epochs', 'val')) | {
-        'settings': of_run,
-        'versions': {name: name},
-        'device': name,
-        'images': {'val': 8, name: 8},
-        'times': {name: 3.0},
-        'calibration': {'method': name, 'biases': 'none', 'divergence': None},
-        'kept_float': [name],
-        'kept_activations': [name],
-        'epochs': [],
-        'ptq': {'file': f'weights/{name}.pt'},
-        'chosen_on': 'val',
-    }
-    write_report(tmp_path, report)
+    state = state_of(
+        device=name,
+        versions={name: name},
+        times={name: 3.0},
+        calibration={'method': name, 'biases': 'none', 'divergence': None},
+        kept_float=[name],
+        kept_activations=[name],
+        ptq=Stage(file=f'weights/{name}.pt'),
+    )
+    state.settings |= {'weights': f'/{name.replace("/", "")}.pt', 'exclude': [name]}
+    state.images[name] = 8
+    write_report(tmp_path, state, load_task('detect'))
     for file in (tmp_path / 'x.md', tmp_path / 'report.md'):
         text = file.read_text(encoding='utf-8')
         assert harmless(text, odd=True) and not re.search('(?m)^lines', text)

@@ -16,7 +16,7 @@ from models.quantize.checkpoint import CheckpointFile
 from models.quantize.quantizers import has_zero_points
 from utils.qat.backends.pytorch import TorchModel
 from utils.qat.config.export import ExportConfig, Nms, Pooling
-from utils.qat.config.settings import require_multiples
+from utils.qat.config.settings import image_size
 from utils.qat.config.tables import BACKENDS, FORMATS
 from utils.qat.core.files import require_ours
 from utils.qat.core.machine import select_device
@@ -174,11 +174,8 @@ def size_of(*files: Path) -> str:
 
 def open_export(config: ExportConfig, formats: Sequence[Format], flag: str = '--imgsz') -> Export:
     """Load a checkpoint for `formats`, and raise QatError for anything that one of them refuses. flag: the name of the option of the size."""
-    torch.backends.cudnn.allow_tf32 = False  # its mantissa is coarser than the INT8 grid
     predict = TorchModel(*CheckpointFile(fetched(config.weights)).load_any(select_device(config.device)))
-    config = replace(config, imgsz=config.imgsz or predict.quantized_for or predict.task.imgsz)
-    require_multiples(config.imgsz, predict.stride, flag)
-    export = Export(config, predict, formats)
+    export = Export(replace(config, imgsz=image_size(config.imgsz, predict, flag=flag)), predict, formats)
     for each in with_sources(formats):
         each.require(export)
     return export

@@ -17,7 +17,6 @@ from utils.qat.backends.pytorch import TorchModel
 from utils.qat.core.distributed import all_reduce, from_first, is_first, merged
 from utils.qat.data.loaders import channels_last
 from utils.qat.evaluation.chance import difference, difference_of_merit
-from utils.qat.evaluation.score_tables import score_keys
 
 FLOAT, INT8, ALONE = 'float', 'int8', 'alone'  # forms of a twin
 
@@ -136,8 +135,8 @@ class FormMetrics:
         if self.scorer:
             self.scorer.batches = merged(self.scorer.batches)
             metrics = from_first(self.scorer.metrics(resample=True) if is_first() else None)
-            self.resampled, plain = metrics.resampled, metrics.plain()
-            found.update({k: plain[k] for k in (*score_keys(plain), 'mask') if k in plain})
+            self.resampled, plain = metrics.resampled, metrics.to_json()
+            found.update({k: plain[k] for k in (*metrics.columns, 'mask') if k in plain})
         return found
 
 
@@ -156,7 +155,7 @@ def measure_units(
     behind it. ALONE must be set, see `learn_alone`.
 
     Returns 'float', 'int8', (unit, 'only') and (unit, 'without') → measurements of a FormMetrics. With `scoring` all but 'only'
-    have metrics; 'int8' has 'against_float', and 'without' has 'against_int8', the difference of score_tables.merit (see
+    have metrics; 'int8' has 'against_float', and 'without' has 'against_int8', the difference of Metrics.merit (see
     chance.py).
     """
     model, predict = forms.model, TorchModel(forms.model)

@@ -8,8 +8,7 @@ fitted to the images of this measurement. docs/measured/calibration_ways.csv has
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from copy import deepcopy
-from dataclasses import dataclass, field, replace
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 import torch.nn as nn
@@ -25,11 +24,11 @@ from models.quantize.calibration.calibrate import (
     set_ranges,
 )
 from models.quantize.calibration.divergence import HeadOutputs, fisher_amax, log_divergences, typical
-from models.quantize.convert import Conversion, find_twins, quantize_model
-from models.quantize.network import has_known_head, left_out, require_known_head
+from models.quantize.convert import Conversion, quantize_model
+from models.quantize.network import has_known_head, require_known_head
 from models.quantize.scales import shared_scales, tie_scales
 from utils.qat.backends.pytorch import task_of
-from utils.qat.config.qat import CANDIDATES, CalibrationConfig, QuantizeConfig
+from utils.qat.config.qat import CANDIDATES, CalibrationConfig
 from utils.qat.config.tables import load_target
 from utils.qat.core.distributed import from_first
 from utils.qat.core.errors import QatError
@@ -41,7 +40,6 @@ UNUSABLE = 0.5  # at this divergence and above detections are lost
 BEHIND = 4  # standard errors of the mean over images: a calibration that far behind the best is dropped
 Tensors = dict[str, torch.Tensor]  # by path: ranges of quantizers, shifts of convolutions
 COMPARED = 36  # calibration images that choose a calibration: a third to fit, the others to compare
-T = TypeVar('T')
 
 
 def every_third(batches: Sequence[torch.Tensor]) -> tuple[Sequence[torch.Tensor], Sequence[torch.Tensor]]:
@@ -228,104 +226,3 @@ def calibrated(
             f'{UNUSABLE} and more is unusable); use auto, other images (train: in --data), or more (--calib-images)'
         )
     return model, {'method': method, 'biases': 'all' if corrected else 'none', 'divergence': found}
-
-
-@dataclass
-class FloatBlocks:
-    """The blocks that stay in float: named by path, by a number of units, or as many as a budget needs.
-
-    If the summary ranks exchanged activation functions, its units are those that keep their function instead.
-    """
-
-    paths: list[str]  # of blocks, see convert.find_twins
-    summary: Any = None  # content of the file of --sensitive, see sensitivity_summary.read_summary; None without it
-    activations: list[str] = field(default_factory=list)  # of activation functions that are not exchanged
-
-    @property
-    def ranks_activations(self) -> bool:
-        """Whether the summary ranks exchanged activation functions, and not INT8."""
-        return bool(self.summary) and self.summary['settings']['activation'] != 'keep'
-
-    @classmethod
-    def of(cls, reference: nn.Module, config: QuantizeConfig, source: str) -> 'FloatBlocks':
-        """Choose the blocks of the fused float model `reference` by --exclude, --only and --keep-float.
-
-        `source` is the SHA-256 of the model's file, in hex digits. Raises QatError if a setting names blocks or units that
-        the model or the summary lacks, or if nothing is left to quantize.
-        """
-        target = load_target(config.target)
-        twins = list(find_twins(reference, target))
-        if not config.sensitive:
-            return cls(left_out(twins, config.exclude, config.only))
-        from models.quantize.activations import exchangeable  # here, because few runs have a summary
-        from utils.qat.run.sensitivity_summary import read_summary, worst
-
-        functions = exchangeable(reference, config.activation) if config.exchanges else []
-        summary = read_summary(config.sensitive, source, twins, target, config.activation, functions)
-        if config.keep_float >= len(summary['units']):
-            raise QatError(
-                f'--keep-float {config.keep_float}: {config.sensitive} has {len(summary["units"])} units, and one at least '
-                'must be quantized'
-            )
-        blocks = cls(left_out(twins, config.exclude, config.only), summary)
-        return blocks.adding(worst(summary)[: config.keep_float]) if config.keep_float else blocks
-
-    def by_distortion_per_flop(self) -> list[dict[str, Any]]:
-        """Sort the units of the summary in the order in which they become float: most distortion per FLOP first."""
-        return sorted(self.summary['units'], key=lambda u: -u['distortion'] / max(u['flops'], 1))
-
-    def _share_int8(self, kept: Sequence[dict[str, Any]]) -> float:
-        """Compute the share of the model's FLOPs in INT8, 0..1, if the units `kept` stay float."""
-        return sum(u['flops'] for u in self.summary['units'] if u not in kept) / self.summary['flops']
-
-    def adding(self, units: Sequence[dict[str, Any]]) -> 'FloatBlocks':
-        """Add `units` of the summary, and log them."""
-        added = {path for unit in units for path in unit['twins']}
-        if self.ranks_activations:
-            LOGGER.info(
-                f'activation functions that stay: {", ".join(u["unit"] for u in units)}; {self._share_int8(units):.1%} of the '
-                'values are those of others'
-            )
-            return replace(self, activations=sorted({*self.activations, *added}))
-        LOGGER.info(
-            f'kept in float: {", ".join(u["unit"] for u in units)}; {self._share_int8(units):.1%} of the FLOPs stay INT8 '
-            f'(all: {self._share_int8([]):.1%})'
-        )
-        return replace(self, paths=sorted({*self.paths, *added}))
-
-
-def within_budget(
-    blocks: FloatBlocks, budget: float, attempt: Callable[[FloatBlocks], tuple[float, T]]
-) -> tuple[FloatBlocks, T]:
-    """Find the fewest float blocks that keep the loss of AP within `budget`, in points (0.01).
-
-    Add units of blocks.summary to `blocks` in the order of their cost per FLOP. Double their number until the budget is
-    kept, then bisect between the last two numbers. `attempt` quantizes all but these blocks, and returns the points lost (0
-    for a loss within chance) and any result, which is returned with the blocks. Raises QatError if no number of units
-    keeps the budget.
-    """
-    order = blocks.by_distortion_per_flop()
-    lost: dict[int, float] = {}  # number of units → points lost
-    kept: dict[int, tuple[FloatBlocks, T]] = {}  # the smallest number that keeps the budget → (blocks, result)
-
-    def keeps(n: int) -> bool:
-        of_n = blocks.adding(order[:n]) if n else blocks
-        lost[n], result = attempt(of_n)
-        if lost[n] <= budget:
-            kept.clear()  # the results with more units
-            kept[n] = of_n, result
-        return n in kept
-
-    most, below, n = len(order) - 1, -1, 0
-    while not keeps(n):
-        if n == most:
-            best = min(lost, key=lost.__getitem__)
-            raise QatError(
-                f'--max-drop {budget}: not kept with any number of units in float; {best} lose {lost[best]:.2f} points; '
-                'use a larger one, or more images in val'
-            )
-        below, n = n, min(max(1, 2 * n), most)
-    while n - below > 1:
-        middle = (n + below) // 2
-        n, below = (middle, below) if keeps(middle) else (n, middle)
-    return kept[n]

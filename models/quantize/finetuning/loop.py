@@ -9,27 +9,36 @@ boxes add to the student's. Fake-quantizers pass gradients straight through insi
 import math
 import time
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import islice
 from typing import Any
 
 import torch
 import torch.nn as nn
 
-from models.quantize.activations import exchanges
 from models.quantize.calibration.divergence import bins_of
 from models.quantize.finetuning.training_step import GraphedStep, NotFinite, TrainingStep
 from models.quantize.network import has_known_head
 from models.quantize.network import layers as layers_of
 from utils.qat.backends.pytorch import task_of
-from utils.qat.config.qat import QuantizeConfig
 from utils.qat.core.distributed import take_from_first
 from utils.qat.core.errors import QatError
-from utils.qat.data.loaders import TrainingImages
 
-ADAPTATION_RATE = 1e-3  # the highest learning rate of an adaptation
-EXCHANGED_AT = 0.3  # share of the steps of an adaptation after which only the new functions are left
 LOOK_EVERY = 50  # steps between two checks of the device; the host waits for each check
+
+
+@dataclass(frozen=True)
+class Learning:
+    """How a student learns to reproduce its teacher."""
+
+    epochs: int
+    iters: int  # steps of an epoch, at most
+    rate: float  # the highest learning rate
+    label_weight: float = 0.0  # of upstream's loss on the labels
+    amp: str = 'off'  # autocast, see config.qat.AMP
+    compile: bool = False  # replay a CUDA graph
+    supervision_stride: int = 1  # every n-th layer is compared
+    boxes: bool = False  # whether the divergence of the boxes counts, of a head that is known
 
 
 class UnfitState(QatError):
@@ -67,7 +76,7 @@ def finetune(
     student: nn.Module,
     teacher: nn.Module,
     loader: Any,
-    config: QuantizeConfig,
+    how: Learning,
     progress: Callable[[Iterator, int, int], Iterable] | None = None,
     after: Epoch | None = None,
     begin: Callable[[float], Any] = lambda done: None,
@@ -82,8 +91,8 @@ def finetune(
         student: calibrated, fused.
         teacher: the float model.
         loader: sized and re-iterable over images, FP32 [B, 3, H, W] in 0..1 on the model's device. With
-            config.label_weight it gives (images, labels) or (images, labels, masks).
-        config: settings of the fine-tuning.
+            how.label_weight it gives (images, labels) or (images, labels, masks).
+        how: the recipe.
         progress: wraps the iterator of batches, such as tqdm; it also takes the number of the epoch and the number of
             batches.
         after: the last epoch of an interrupted fine-tuning. It is yielded again, with its weights in `student`, and the
@@ -91,21 +100,21 @@ def finetune(
         begin: called before each step with the share of all steps that are done, in [0, 1).
     """
     take_from_first(student.state_dict().values())  # two kinds of GPU may differ in the last bit of the calibration
-    layers = supervised_layers(student, config.supervision_stride)
-    on_labels = task_of(student).label_loss(student, config.label_weight) if config.label_weight else None
+    layers = supervised_layers(student, how.supervision_stride)
+    on_labels = task_of(student).label_loss(student, how.label_weight) if how.label_weight else None
     ungraphed = TrainingStep(
         student,
         teacher,
         layers,
-        config.highest_rate,
-        config.precision(next(student.parameters()).device.type),
-        capturable=bool(config.compile),
+        how.rate,
+        how.amp,
+        capturable=how.compile,
         label_loss=on_labels,
-        box_bins=bins_of(student) if config.learns_activations and has_known_head(student) else 0,
+        box_bins=bins_of(student) if how.boxes and has_known_head(student) else 0,
     )
-    step: TrainingStep | GraphedStep = GraphedStep(ungraphed) if config.compile else ungraphed
-    per_epoch = min(config.iters, len(loader))
-    total = config.epochs * per_epoch
+    step: TrainingStep | GraphedStep = GraphedStep(ungraphed) if how.compile else ungraphed
+    per_epoch = min(how.iters, len(loader))
+    total = how.epochs * per_epoch
 
     if after:
         try:
@@ -113,7 +122,7 @@ def finetune(
         except ValueError as e:
             raise UnfitState(str(e)) from e
         yield after
-    for number in range(after.number + 1 if after else 1, config.epochs + 1):
+    for number in range(after.number + 1 if after else 1, how.epochs + 1):
         start = time.perf_counter()
         losses: list[torch.Tensor] = []
         batches = islice(loader, per_epoch)
@@ -128,31 +137,9 @@ def finetune(
             step.check()
         except NotFinite as e:
             raise QatError(
-                f'fine-tuning: {e} (epoch {number}); finished epochs are kept; try a smaller --lr than {config.highest_rate}'
+                f'fine-tuning: {e} (epoch {number}); finished epochs are kept; try a smaller --lr than {how.rate}'
             ) from e
         student.zero_grad(set_to_none=True)
         yield Epoch(
             number, torch.stack(losses).mean().item(), len(losses), time.perf_counter() - start, step.state_dict()
         )
-
-
-def adapt(
-    student: nn.Module,
-    teacher: nn.Module,
-    images: TrainingImages,
-    config: QuantizeConfig,
-    progress: Callable[[Iterator, int, int], Iterable] | None = None,
-    after: Epoch | None = None,
-) -> Iterator[Epoch]:
-    """Teach an exchanged float model (see activations.exchanged) in place, and yield after each epoch, see `finetune`.
-
-    The functions change gradually: all at once the network begins with no detection at all, and ends lower. Quantizers are not there yet,
-    so the calibration that follows sees the values of the model that was learnt. There are config.activation_epochs epochs of
-    config.iters steps, whatever the number of images.
-    """
-    share = next(iter(exchanges(student).values())).share
-    images.fill(config.iters)
-    learning = replace(config, epochs=config.activation_epochs, lr=ADAPTATION_RATE, task_loss=0.0)
-    yield from finetune(
-        student, teacher, images, learning, progress, after, lambda done: share.fill_(min(1.0, done / EXCHANGED_AT))
-    )

@@ -1,15 +1,14 @@
 """Scores of the models of a `quantize` run, each compared with the float model, on the same images."""
 
 import time
-from typing import Any
+from dataclasses import replace
 
 import torch
 import torch.nn as nn
-from torch.utils.data import DataLoader
 
 from models.quantize.calibration.divergence import HeadOutputs, decibels, energies
 from models.quantize.quantizers import RoundedOnce
-from models.quantize.run.inputs import Inputs
+from models.quantize.run.run import Run
 from utils.qat.backends.pytorch import TorchModel
 from utils.qat.core.distributed import all_reduce
 from utils.qat.core.log import LOGGER, bar
@@ -17,8 +16,9 @@ from utils.qat.data.loaders import channels_last
 from utils.qat.evaluation.chance import boxes_and_masks, difference, in_words, points_lost
 from utils.qat.evaluation.classes import agreement, divergence
 from utils.qat.evaluation.evaluate import evaluate
-from utils.qat.evaluation.score_tables import finds_nothing, merit_title, score_cells, score_titles
-from utils.qat.run.state import FLOAT, State
+from utils.qat.evaluation.metrics import finds_nothing
+from utils.qat.evaluation.score_tables import Columns
+from utils.qat.run.state import ADAPTED, FLOAT, Stage
 
 COMPARED = 64  # images of a process, at least; batches are whole. Chance moves SQNR far less than AP
 
@@ -62,74 +62,71 @@ class ComparedModel(TorchModel):
         return decibels(all_reduce(self.sums.clone()), self.task.parts)
 
 
-class StageScorer:
-    """Scores models as plain metrics, with 'against_float' once the float model is scored.
+def score_float(run: Run, split: str) -> Stage:
+    """Score the float model on the images `split`, a key of run.scored."""
+    stage = _scored(run, TorchModel(run.model), FLOAT, split)
+    if nothing := finds_nothing(stage.metrics):
+        LOGGER.warning(f'the float model {nothing}')
+    return stage
 
-    It scores on the images `split`, a key of state.resampled, in the batches of `loader` (loaders.Loaders.scored). `state` gets the
-    times, and the AP on resamples of each model.
+
+def score(run: Run, model: nn.Module, name: str, split: str) -> Stage:
+    """Score a model that was made of the float model: also its distance from it, in the outputs of the head."""
+    compared = ComparedModel(model, run.model)
+    stage = _scored(run, compared, name, split)
+    stage.sqnr = {part: round(value, 3) for part, value in compared.sqnr().items()}
+    if distance := compared.distance():
+        stage.metrics = replace(stage.metrics, **distance)
+        LOGGER.info(
+            f'{"":<14} the same class as float for {distance["agreement"]:.2%} of the images, '
+            f'divergence of the scores {distance["divergence"]:.5f}'
+        )
+    sqnr = ', '.join(f'{part} {value:.2f} dB' for part, value in stage.sqnr.items())
+    LOGGER.debug(f'{"":<14} SQNR of the head: {sqnr}')
+    return stage
+
+
+def points_lost_by(run: Run, trial: nn.Module, budget: float, first: bool) -> float:
+    """Score a trial model: the points that it loses beyond chance, INT8 against what it quantizes.
+
+    Warn at the `first` one if `budget` is below chance.
     """
-
-    def __init__(self, inputs: Inputs, state: State, split: str, loader: DataLoader) -> None:
-        self.inputs, self.loader = inputs, loader
-        self.annotations = inputs.images.data.annotations if split == 'val' else None
-        self.suffix = '' if split == state.chosen_on else f', {split}'  # of names in the log
-        self.resampled, self.times = state.resampled[split], state.times
-
-    def of_float(self) -> dict[str, Any]:
-        """Score the float model."""
-        metrics = self._score(TorchModel(self.inputs.model), FLOAT)
-        if nothing := finds_nothing(metrics):
-            LOGGER.warning(f'the float model {nothing}')
-        return metrics
-
-    def of_quantized(self, model: nn.Module, name: str) -> dict[str, Any]:
-        """Score a quantized model; 'sqnr' is the SQNR of each part of the head's outputs in dB."""
-        compared = ComparedModel(model, self.inputs.model)
-        metrics = self._score(compared, name)
-        metrics.update(compared.distance())
-        metrics['sqnr'] = {part: round(value, 3) for part, value in compared.sqnr().items()}
-        if 'divergence' in metrics:
-            same, apart = metrics['agreement'], metrics['divergence']
-            LOGGER.info(
-                f'{"":<14} the same class as float for {same:.2%} of the images, divergence of the scores {apart:.5f}'
-            )
-        sqnr = ', '.join(f'{part} {value:.2f} dB' for part, value in metrics['sqnr'].items())
-        LOGGER.debug(f'{"":<14} SQNR of the head: {sqnr}')
-        return metrics
-
-    def points_lost(self, trial: nn.Module, budget: float, first: bool) -> float:
-        """Score a trial model: the points that it loses beyond chance. Warn at the `first` one if `budget` is below chance."""
-        against = self._score(TorchModel(trial), 'trial')['against_float']
-        chance = 100 * max(part['chance'] for part in boxes_and_masks(against))
-        if chance > budget and first:
-            LOGGER.warning(
-                f'--max-drop {budget}: less than chance, which is {chance:.2f} points on these '
-                f'{len(self.loader.dataset)} images: no layer is left in float for a loss within chance; to keep '
-                'so small a budget use more images (val in --data)'
-            )
-        LOGGER.info(f'{points_lost(against):.2f} points lost beyond chance, at most {budget} allowed')
-        return points_lost(against)
-
-    def _score(self, predict: TorchModel, name: str) -> dict[str, Any]:
-        start, text = time.perf_counter(), f'{name}{self.suffix}'
-        metrics = evaluate(
-            predict,
-            self.loader,
-            self.inputs.images.data.names,
-            self.inputs.device,
-            annotations=self.annotations,
-            progress=lambda it: bar(it, f'evaluating {text}'),
-            resample=True,
+    _scored(run, TorchModel(trial), 'trial', run.state.chosen_on)
+    resampled = run.state.resampled[run.state.chosen_on]
+    against = difference(resampled.get(ADAPTED, resampled[FLOAT]), resampled['trial'])
+    chance = 100 * max(part['chance'] for part in boxes_and_masks(against))
+    if chance > budget and first:
+        LOGGER.warning(
+            f'--max-drop {budget}: less than chance, which is {chance:.2f} points on these '
+            f'{run.state.images[run.state.chosen_on]} images: no layer is left in float for a loss within chance; to keep '
+            'so small a budget use more images (val in --data)'
         )
-        plain, masks = metrics.plain(), f'  mask AP {metrics.mask["ap"]:.4f}' if metrics.mask else ''
-        shown = '  '.join(
-            f'{title} {value}' for title, value in zip(score_titles(plain)[0], score_cells(plain)) if value != '-'
-        )
-        self.times[f'evaluate {text}'] = seconds = round(time.perf_counter() - start, 2)
-        LOGGER.info(f'{text:<14} {shown}{masks}  ({seconds:.1f} s)')
-        self.resampled[name] = metrics.resampled
-        if name == FLOAT or FLOAT not in self.resampled:
-            return plain
-        against = difference(self.resampled[FLOAT], metrics.resampled)
-        LOGGER.info(f'{"":<14} against float: {in_words(against, merit_title(plain))}')
-        return {**plain, 'against_float': against}
+    LOGGER.info(f'{points_lost(against):.2f} points lost beyond chance, at most {budget} allowed')
+    return points_lost(against)
+
+
+def _scored(run: Run, predict: TorchModel, name: str, split: str) -> Stage:
+    """Score a model, and compare it with the float model on resamples of the images; the state gets the times and the resamples."""
+    state, data = run.state, run.images.data
+    start, text = time.perf_counter(), name if split == state.chosen_on else f'{name}, {split}'
+    metrics = evaluate(
+        predict,
+        run.scored[split],
+        data.names,
+        run.device,
+        annotations=data.annotations if split == 'val' else None,
+        progress=lambda it: bar(it, f'evaluating {text}'),
+        resample=True,
+    )
+    columns = Columns(metrics)
+    cells = [f'{title} {value}' for title, value in zip(columns.titles, columns.cells(metrics)) if value != '-']
+    masks = f'  mask AP {metrics.mask["ap"]:.4f}' if metrics.mask else ''
+    state.times[f'evaluate {text}'] = seconds = round(time.perf_counter() - start, 2)
+    LOGGER.info(f'{text:<14} {"  ".join(cells[: len(columns.names)])}{masks}  ({seconds:.1f} s)')
+    resampled = state.resampled[split]
+    resampled[name] = metrics.resampled
+    if name == FLOAT or FLOAT not in resampled:
+        return Stage(metrics)
+    against = difference(resampled[FLOAT], metrics.resampled)
+    LOGGER.info(f'{"":<14} against float: {in_words(against, columns.title)}')
+    return Stage(metrics, against_float=against)

@@ -1,4 +1,7 @@
-"""The stages of a run of `quantize`: exchange activation functions, calibrate, fine-tune, and score each model as it was saved."""
+"""The stages of a run of `quantize`, in a straight line: score the float model, exchange its activation functions, calibrate, fine-tune.
+
+Each model is saved, scored as it was saved, and gets the name that carries its score.
+"""
 
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -9,112 +12,128 @@ from typing import Any
 import torch.nn as nn
 
 from models.quantize.activations import chosen_activations, exchanged, exchanges, finished, restored
-from models.quantize.calibration.ptq import FloatBlocks, calibrated, within_budget
-from models.quantize.finetuning.loop import Epoch, UnfitState, adapt, finetune
-from models.quantize.run.inputs import CalibrationInputs, Inputs
-from models.quantize.run.keeper import Keeper
-from models.quantize.run.scorer import StageScorer
+from models.quantize.adapt import adapt
+from models.quantize.calibration.ptq import calibrated
+from models.quantize.finetuning.loop import Epoch, UnfitState, finetune
+from models.quantize.kept import Kept, within_budget
+from models.quantize.plan import adaptation, fine_tuning
+from models.quantize.run.run import UNSCORED, Run
+from models.quantize.run.scorer import points_lost_by, score, score_float
 from utils.qat.core.log import LOGGER, bar
 from utils.qat.core.run_folder import DELIVERED
 from utils.qat.data.loaders import TrainingImages
-from utils.qat.evaluation.score_tables import is_scored
-from utils.qat.run.state import ADAPTED, BEST, EPOCH, PTQ, unfit_state
+from utils.qat.run.state import ADAPTED, BEST, EPOCH, PTQ, Stage, unfit_state
 
 
-def run_adaptation(inputs: Inputs, calibration: CalibrationInputs, scorer: StageScorer, keeper: Keeper) -> nn.Module:
+def run_stages(run: Run) -> None:
+    """Do what is left of a run, and write its last report."""
+    state = run.state
+    if run.calibration and not state.ptq:
+        if (run.config.eval_origin or run.config.max_drop is not None) and not state.origin:
+            state.origin = score_float(run, state.chosen_on)
+        calibrate(run, adapted(run) if run.config.exchanges else run.model)
+    run.calibration = run.adaptation = None  # ends the processes that load their images
+    if run.training:
+        fine_tune(run, run.training)
+    if state.chosen_on != 'val':
+        score_on_val(run)
+    run.finish()
+
+
+def keep_model(run: Run, model: nn.Module, start: str, name: str, scoring: bool = True) -> Stage:
+    """Save a model, score it unless `scoring` is off, and name its file: `start`, its score, and the name of the float model."""
+    with run.saved(model):
+        stage = score(run, run.load(UNSCORED), name, run.state.chosen_on) if scoring else Stage()
+        stage.file = run.named(start, stage.metrics)
+    return stage
+
+
+def adapted(run: Run) -> nn.Module:
     """Exchange activation functions, teach the float model those that it has to learn, save and score it, and return it.
 
     With a summary that ranks them as many stay as config.max_drop needs before the model learns.
     """
-    config, blocks, state = inputs.config, calibration.float_blocks, keeper.state
+    config, kept, state = run.config, run.float_functions, run.state
     if state.adapted:
-        return keeper.load(state.adapted)
-    paths = chosen_activations(inputs.model, config)
-    student = exchanged(inputs.model, config.activation, paths)
+        return run.load(state.adapted.file)
+    student = exchanged(run.model, config.activation, chosen_activations(run.model, config))
 
-    def attempt(tried: FloatBlocks) -> tuple[float, Any]:
-        trial = finished(restored(deepcopy(student), tried.activations))
-        return scorer.points_lost(trial, config.max_drop, tried is calibration.float_blocks), None
+    def attempt(tried: Kept) -> tuple[float, Any]:
+        trial = finished(restored(deepcopy(student), tried.paths))
+        return points_lost_by(run, trial, config.max_drop, tried is run.float_functions), None
 
     if not state.training:
-        if blocks.ranks_activations and config.max_drop is not None:
-            blocks, _ = within_budget(blocks, config.max_drop, attempt)
-        state.kept_activations = blocks.activations
+        if kept.summary and config.max_drop is not None:
+            kept, _ = within_budget(kept, config.max_drop, attempt)
+        state.kept_activations = kept.paths
     student = restored(student, state.kept_activations)
     LOGGER.info(f'{len(exchanges(student))} activation functions become {config.activation}')
     loss = None
-    if calibration.adaptation:
-        images, what = calibration.adaptation, f'{config.activation}, epoch'
-        learn = partial(adapt, student, deepcopy(inputs.model), images, config)
-        for epoch in kept_epochs(learn, images, keeper, what, config.activation_epochs):
+    if run.adaptation:
+        what = f'{config.activation}, epoch'
+        how = adaptation(config)
+        learn = partial(adapt, student, deepcopy(run.model), run.adaptation, how)
+        for epoch in kept_epochs(learn, run.adaptation, run, what, how.epochs):
             loss = epoch.loss
             state.times[f'{config.activation} {EPOCH.format(epoch.number)}'] = round(epoch.seconds, 2)
             LOGGER.info(f'{what} {epoch.number}: loss {loss:.4f}')
-            keeper.report()
-    result = keeper.save(
-        finished(student).eval(), f'float_{config.activation}', ADAPTED, scorer if config.eval_ptq else None
-    )
-    state.adapted, state.training = {'loss': loss, **result}, None
-    keeper.keep()
-    return keeper.load(state.adapted)
+            run.report()
+    stage = keep_model(run, finished(student).eval(), f'float_{config.activation}', ADAPTED, config.eval_ptq)
+    stage.loss, state.adapted, state.training = loss, stage, None
+    run.keep()
+    return run.load(stage.file)
 
 
-def run_ptq(inputs: Inputs, calibration: CalibrationInputs, scorer: StageScorer, keeper: Keeper) -> None:
-    """Run PTQ: score the float model, calibrate a quantized copy of it, save the copy and score it.
+def calibrate(run: Run, reference: nn.Module) -> None:
+    """Run PTQ: calibrate a quantized copy of a float model, save and score it.
 
-    With --activation the copy is made of what the float model becomes with other activation functions. More blocks than
-    calibration.float_blocks stay in float if config.max_drop sets a budget for them.
+    More blocks than run.float_blocks stay in float if config.max_drop sets a budget for them.
     """
-    config, blocks, state = inputs.config, calibration.float_blocks, keeper.state
-    budget = None if blocks.ranks_activations else config.max_drop
-    if (config.eval_origin or config.max_drop is not None) and not state.origin:
-        state.origin = scorer.of_float()
-    reference = run_adaptation(inputs, calibration, scorer, keeper) if config.exchanges else inputs.model
-    start = time.perf_counter()
+    config, kept, state, start = run.config, run.float_blocks, run.state, time.perf_counter()
 
-    def attempt(tried: FloatBlocks) -> tuple[float, tuple[nn.Module, dict[str, Any]]]:
-        model, found = calibrated(reference, calibration.images, config, bar, tried.paths)
-        return scorer.points_lost(model, config.max_drop, tried is calibration.float_blocks), (model, found)
+    def attempt(tried: Kept) -> tuple[float, tuple[nn.Module, dict[str, Any]]]:
+        model, found = calibrated(reference, run.calibration, config, bar, tried.paths)
+        return points_lost_by(run, model, config.max_drop, tried is run.float_blocks), (model, found)
 
-    if budget is None:
-        model, state.calibration = calibrated(reference, calibration.images, config, bar, blocks.paths)
+    if kept.summary and config.max_drop is not None:
+        kept, (model, state.calibration) = within_budget(kept, config.max_drop, attempt)
     else:
-        blocks, (model, state.calibration) = within_budget(blocks, budget, attempt)
-    state.kept_float = blocks.paths
+        model, state.calibration = calibrated(reference, run.calibration, config, bar, kept.paths)
+    state.kept_float = kept.paths
     state.times['calibrate'] = round(time.perf_counter() - start, 2)
     LOGGER.info(f'calibration took {state.times["calibrate"]:.1f} s')
-    state.ptq = keeper.save(model, 'ptq', PTQ, scorer if config.eval_ptq else None)
+    state.ptq = keep_model(run, model, 'ptq', PTQ, config.eval_ptq)
     if config.epochs:
-        keeper.keep()
-        keeper.report()
-    keeper.copy(state.ptq['file'], DELIVERED)  # after the state: interrupted here it loses no calibration
+        run.keep()
+        run.report()
+    run.copy(state.ptq.file, DELIVERED)  # after the state: interrupted here it loses no calibration
 
 
-def run_qat(inputs: Inputs, images: TrainingImages, scorer: StageScorer, keeper: Keeper) -> None:
+def fine_tune(run: Run, images: TrainingImages) -> None:
     """Run QAT: fine-tune the calibrated model, and save, score and report it after each epoch."""
-    config, state = inputs.config, keeper.state
-    student = keeper.load(state.ptq)
-    learn = partial(finetune, student, deepcopy(inputs.model), images, config)
-    for epoch in kept_epochs(learn, images, keeper, 'epoch', config.epochs):
+    state = run.state
+    student = run.load(state.ptq.file)
+    learn = partial(finetune, student, deepcopy(run.model), images, fine_tuning(run.config))
+    for epoch in kept_epochs(learn, images, run, 'epoch', run.config.epochs):
         name = EPOCH.format(epoch.number)
-        result = keeper.save(student, f'qat_ep_{epoch.number}', name, scorer)
-        state.epochs.append({'epoch': epoch.number, 'loss': epoch.loss, **result})
+        stage = keep_model(run, student, f'qat_ep_{epoch.number}', name)
+        stage.epoch, stage.loss = epoch.number, epoch.loss
+        state.epochs.append(stage)
         state.times[f'fine-tune {name}'] = round(epoch.seconds, 2)
         best = state.best
-        if best and (best['epoch'] == epoch.number or epoch.number == 1):
-            for copy in (state.best_file, DELIVERED):
-                keeper.copy(best['file'], copy)
-        keeper.report()
+        if best and (best.epoch == epoch.number or epoch.number == 1):
+            run.copy(best.file, state.best_file, DELIVERED)
+        run.report()
 
 
 def kept_epochs(
-    learn: Callable[..., Iterator[Epoch]], images: TrainingImages, keeper: Keeper, what: str, number: int
+    learn: Callable[..., Iterator[Epoch]], images: TrainingImages, run: Run, what: str, number: int
 ) -> Iterator[Epoch]:
     """Yield the epochs of a fine-tuning from the last finished one on, each after the state has it.
 
     `learn` takes the last arguments of loop.finetune; `what` and the `number` of epochs are for the progress bar.
     """
-    state = keeper.state
+    state = run.state
     after = Epoch(**state.training) if state.training else None
     images.epoch = after.number if after else 0
 
@@ -123,21 +142,20 @@ def kept_epochs(
 
     try:
         for epoch in learn(shown, after):
-            keeper.clear_up()  # not earlier: only now the resumed state has proved valid
+            run.clear_up()  # not earlier: only now the resumed state has proved valid
             if epoch is not after:
                 state.training = vars(epoch)
-                keeper.keep()  # before the score, so that an interrupted score loses no epoch
+                run.keep()  # before the score, so that an interrupted score loses no epoch
             yield epoch
     except UnfitState as e:
-        raise unfit_state(keeper.folder, str(e)) from e
+        raise unfit_state(run.folder, str(e)) from e
 
 
-def score_on_val(scorer: StageScorer, keeper: Keeper) -> None:
-    """Score float, PTQ and best on val, after held-out images have chosen the best. Skip models without a score there."""
-    state = keeper.state
-    scored = {'origin': scorer.of_float()} if state.origin else {}
-    report = state.report()
-    for key, name in (('ptq', PTQ), ('best', BEST)):
-        if is_scored(report[key]):
-            scored[key] = scorer.of_quantized(keeper.load(report[key]), name)
+def score_on_val(run: Run) -> None:
+    """Score each kind of model on val, after held-out images have chosen the best. Skip models without a score there."""
+    state = run.state
+    scored = {'origin': score_float(run, 'val')} if state.origin else {}
+    for key, stage, name in (('adapted', state.adapted, ADAPTED), ('ptq', state.ptq, PTQ), ('best', state.best, BEST)):
+        if stage and stage.metrics:
+            scored[key] = score(run, run.load(stage.file), name, 'val')
     state.val = scored

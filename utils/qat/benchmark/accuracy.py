@@ -40,9 +40,9 @@ def accuracy_of(measurement: Measurement, imgsz: tuple[int, ...] | None, conditi
     kind = measured_by(measurement.backend)
     with kind(measurement, kind.file_to_run(measurement, conditions), conditions) as measured:
         model = measured.predicting()
-        data, keys = model.task.labelled(conditions.config, model, (imgsz[0], imgsz[1])), ('images', *model.task.keys)
-        metrics = evaluate(
-            model, data.loader, data.names, conditions.device, progress=lambda it: bar(it, 'scoring')
-        ).plain()
-    found = {k: metrics[k] for k in keys if k in metrics}
-    return {**found, **({'mask': {k: metrics['mask'][k] for k in keys[1:]}} if 'mask' in metrics else {})}
+        data = model.task.labelled(conditions.config, model, (imgsz[0], imgsz[1]))
+        metrics = evaluate(model, data.loader, data.names, conditions.device, progress=lambda it: bar(it, 'scoring'))
+    found = metrics.to_json()
+    keys = [key for key in ('images', *metrics.columns) if key in found]
+    masks = {'mask': {k: metrics.mask[k] for k in metrics.columns}} if metrics.mask else {}
+    return {**{k: found[k] for k in keys}, **masks}

@@ -7,10 +7,9 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from utils.qat.config.common import OR_ALL, SEED, SHARE, SIZE, FolderConfig, LoaderConfig, names_from, scores
-from utils.qat.config.settings import Range, Sides, flag_of, option, require_multiples, run
+from utils.qat.config.settings import Range, Sides, flag_of, image_size, option, run
 from utils.qat.config.tables import CHECKPOINTS, DEFAULT_TARGET, EXPORTED, PREDICTING, TARGETS
 from utils.qat.config.tasks import TASKS, load_task
-from utils.qat.core.command import typed_sides
 from utils.qat.core.errors import QatError
 from utils.qat.core.files import in_tree, require_data, require_file, require_source, require_yaml
 
@@ -22,6 +21,14 @@ AMP = ('off', 'bf16', 'fp16')
 GRANULARITIES = ('layer', 'block', 'conv')
 METRICS = ('distortion', 'ap', 'both')
 COCO = Path('data/coco.yaml')
+DECIDERS = {  # setting that need not be typed → who decides it
+    'imgsz': 'the model',
+    'activation': 'the target',
+    'amp': 'the device',
+    'compile': 'the device',
+    'lr': 'the activation functions',
+    'task_loss': 'the activation functions',
+}
 calibration = partial(option, group='calibration')
 fine_tuning = partial(option, group='fine-tuning')
 layers = partial(option, group='which layers become INT8')
@@ -41,30 +48,28 @@ class ModelConfig(FolderConfig, LoaderConfig):
     data: Path = option(
         COCO,
         'data YAML; of a classifier a folder with train/ and val/',
-        parse=in_tree,
     )
     _: KW_ONLY
     names_from: str | None = names_from()
     only_task: str | None = None  # refuse models of other tasks; a key of TASKS
     decided: tuple[str, ...] = ()  # settings that nobody typed: the model or the device decided them
 
+    def __post_init__(self) -> None:
+        object.__setattr__(self, 'data', in_tree(self.data))  # the default too is found from other folders
+        super().__post_init__()
+
     def decide(self, **values: Any) -> Any:
-        """Give settings that are None or AUTO their values, and note their names in `decided`."""
+        """Give settings that are None or AUTO their values, and note their names in `decided`; see DECIDERS."""
         missing = {name: value for name, value in values.items() if getattr(self, name) in (None, AUTO)}
         return replace(self, **missing, decided=(*self.decided, *missing))
-
-    @property
-    def data_file(self) -> Path:
-        """The data YAML; the default too is found from other folders, see files.in_tree."""
-        return in_tree(self.data)
 
     def require_files(self) -> None:
         """Raise QatError unless the named files exist. A command calls this before it loads anything."""
         require_file(self.weights, '--weights', self.SUFFIXES)
         require_data(self.data)
 
-    def for_model(self, model: Any) -> Any:
-        """Resolve imgsz for a model, see file_model.py: its own, the user's, that of the quantization, or the usual one.
+    def for_model(self, model: Any, *others: Any) -> Any:
+        """Decide the image size for a model, see file_model.py, and `others` that see the same images.
 
         Raises QatError unless the model fits the settings.
         """
@@ -79,14 +84,7 @@ class ModelConfig(FolderConfig, LoaderConfig):
             raise QatError(
                 f'{", ".join(given)}: only for a segmentation model, and {self.weights} is none ({model.kind}); leave it out'
             )
-        if model.imgsz and self.imgsz not in (None, model.imgsz):
-            typed, (height, width) = ' '.join(map(str, typed_sides(self.imgsz))), model.imgsz
-            raise QatError(
-                f'--imgsz {typed}: {self.weights} takes {height} x {width}; leave the flag out, or export again with --imgsz {typed}'
-            )
-        imgsz = model.imgsz or self.imgsz or model.quantized_for or model.task.imgsz
-        require_multiples(imgsz, model.stride)
-        return self.decide(imgsz=imgsz)
+        return self.decide(imgsz=image_size(self.imgsz, model, *others))
 
 
 @dataclass(frozen=True)
@@ -288,40 +286,6 @@ class QuantizeConfig(CalibrationConfig):
         'continue the interrupted run in FOLDER; takes only --device and --workers',
         metavar='FOLDER',
     )
-
-    @property
-    def learns_activations(self) -> bool:
-        """Whether the model has to learn its new activation functions."""
-        return self.activation == 'relu'
-
-    @property
-    def highest_rate(self) -> float:
-        """The highest learning rate: --lr or its default."""
-        return self.lr or (3e-4 if self.learns_activations else 1e-5)
-
-    @property
-    def label_weight(self) -> float:
-        """The weight of the loss on the labels: --task-loss or its default."""
-        return float(self.learns_activations) if self.task_loss is None else self.task_loss
-
-    def precision(self, device: str) -> str:
-        """Choose the precision of the fine-tuning on a type of device, such as 'cuda': --amp or its default."""
-        return self.amp or ('fp16' if device == 'cuda' else 'off')
-
-    def on(self, device: str) -> 'QuantizeConfig':
-        """Resolve the defaults of --amp and, on a GPU, of --compile, for a type of device.
-
-        Raises QatError for --compile and FP16 without CUDA.
-        """
-        config = self.decide(amp=self.precision(device))
-        if device == 'cuda':
-            return config.decide(compile=True)
-        again = 'leave out' if not config.resume else 'start another run without'
-        if config.compile:
-            raise QatError(f'--compile: records a CUDA graph, and the device is {device}; {again} --compile')
-        if config.amp == 'fp16':
-            raise QatError(f'--amp fp16: only on a GPU, and the device is {device}; {again} --amp, or use bf16')
-        return config
 
     def problems(self) -> Iterable[tuple[Any, str]]:
         """Check the options that need or exclude each other; see Settings.problems."""

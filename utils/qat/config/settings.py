@@ -109,6 +109,30 @@ def require_multiples(imgsz: Sides, stride: int, flag: str = '--imgsz') -> None:
     )
 
 
+def image_size(asked: Sides | None, *models: Any, flag: str = '--imgsz') -> Sides:
+    """Decide height and width of the images of models, see file_model.py, in pixels.
+
+    It is the only size of a file, else the one that was asked for, else that of the quantization, else the usual one of the task.
+    Raises QatError if the models do not take it.
+    """
+    own = {model.imgsz: model for model in models if model.imgsz}
+    if len(own) > 1:
+        raise QatError(
+            f'the models take images of {" and ".join(f"{h} x {w}" for h, w in sorted(own))}; one size is needed, '
+            'export with the same --imgsz'
+        )
+    for (height, width), model in own.items():
+        if asked not in (None, (height, width)):
+            typed = ' '.join(map(str, typed_sides(asked)))
+            raise QatError(
+                f'{flag} {typed}: {model.path} takes {height} x {width}; leave the flag out, or export again with {flag} {typed}'
+            )
+    size = next(filter(None, (*own, asked, *(model.quantized_for for model in models), models[0].task.imgsz)))
+    for model in models:
+        require_multiples(size, model.stride, flag)
+    return size
+
+
 @dataclass(frozen=True)
 class Settings:
     """Settings of a command. The constructor raises one QatError that names every wrong setting by its flag."""

@@ -41,8 +41,7 @@ class Task(ABC):
     takes: str  # the form of its data, in words
     placeholder: str  # stands for the user's data in a next command
     parts: tuple[str, ...]  # of the outputs, each with its own SQNR
-    keys: tuple[str, ...]  # metrics in plain metrics. The first is the selection metric
-    columns: tuple[str, ...]  # titles of these metrics
+    metrics: Any  # its class of evaluation.metrics
 
     # ---- data
 
@@ -121,11 +120,6 @@ class Task(ABC):
         `shape` is height and width of the images, in pixels; `settings` are conf_thres, iou_thres and max_det of
         detections.detect.
         """
-
-    def merit(self, metrics: Mapping[str, Any]) -> float:
-        """Return the selection metric from plain metrics; with masks the mean of boxes and masks."""
-        first = metrics[self.keys[0]]
-        return (first + metrics['mask'][self.keys[0]]) / 2 if 'mask' in metrics else first
 
     # ---- comparisons
 

@@ -70,14 +70,16 @@ ONNX_RUNTIME_SPINS = '100'  # us
 CHOSEN = 'OMP_WAIT_POLICY', 'GOMP_SPINCOUNT', 'KMP_BLOCKTIME'  # of OpenMP, of GCC's library, of LLVM's and Intel's
 
 
-def select_device(text: str) -> torch.device:
+def select_device(text: str, exact: bool = True) -> torch.device:
     """Select the device of --device; a GPU becomes the current device of streams and kernels.
 
+    `exact`: convolutions do without TF32, whose 10-bit mantissa is coarser than the INT8 grid that they would simulate.
     `text` has upstream's form: 'cpu', '0', 'cuda:0', 'mps'; '' is the first GPU, or the CPU if there is none. Under
     torchrun each process takes the GPU with its own number.
     """
     import torch  # here, because `-h` must not load it
 
+    torch.backends.cudnn.allow_tf32 = not exact
     world, found = world_size(), torch.cuda.device_count()
     if world != int(os.environ.get('LOCAL_WORLD_SIZE', world)):
         raise QatError('torchrun --nnodes: this runs on one machine; leave it out')

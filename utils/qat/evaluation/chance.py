@@ -97,7 +97,7 @@ def difference(before: np.ndarray, after: np.ndarray) -> dict[str, Any]:
 
 
 def difference_of_merit(before: np.ndarray, after: np.ndarray) -> dict[str, Any]:
-    """Compare two models as `difference` does, by score_tables.merit: AP, or the mean AP of boxes and masks."""
+    """Compare two models as `difference` does, by Metrics.merit: AP, or the mean AP of boxes and masks."""
     return difference(before.mean(1, keepdims=True), after.mean(1, keepdims=True))
 
 
@@ -135,7 +135,7 @@ def _how_sure(found: dict[str, Any]) -> str:
 
 
 def in_words(found: dict[str, Any], title: str = 'AP') -> str:
-    """Format a `difference` in points, and state whether chance alone explains it. title: see score_tables.merit_title."""
+    """Format a `difference` in points, and state whether chance alone explains it. title: see Metrics.choosing."""
     return ', '.join(
         f'{text}{in_points(part)} points of {title}, {_how_sure(part)}'
         for text, part in zip(('', 'masks '), boxes_and_masks(found))

@@ -1,14 +1,13 @@
 """Scores of a classifier → top-1, top-5 and mean class accuracy, as in classify/val.py, and its distance from another classifier."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import Any
 
 import numpy as np
 import torch
 
 from utils.qat.backends.detections import ClassTruth
 from utils.qat.evaluation.chance import draw_resamples
+from utils.qat.evaluation.metrics import ClassMetrics
 
 TOP = 5
 
@@ -30,27 +29,6 @@ def distance(scores: torch.Tensor, wanted: torch.Tensor) -> dict[str, float]:
         'agreement': agreement(scores, wanted).mean().item(),
         'divergence': divergence(scores, wanted).mean().item(),
     }
-
-
-@dataclass
-class ClassMetrics:
-    """Metrics of a classifier, in 0..1."""
-
-    top1: float  # share of the images whose class has the highest score
-    top5: float  # whose class has one of the five highest scores
-    mean_class: float  # mean over the classes of their top-1
-    images: int
-    per_class: list[dict[str, Any]]  # {class, name, images, top1, top5} of each class that has images
-    ms_per_image: dict[str, float] = field(default_factory=dict)  # of each step
-    resampled: np.ndarray | None = None  # top-1 on resamples, [1 + RESAMPLES, 1]; see chance.py
-    scores: torch.Tensor | None = None  # FP32 [images, C], by the names of the images' files
-    mask: None = None  # as evaluate.Metrics
-    coco: None = None
-
-    def plain(self) -> dict[str, Any]:
-        """Convert to plain values, without the times, the scores and the resamples."""
-        shown = 'top1', 'top5', 'mean_class', 'images', 'per_class'
-        return {k: getattr(self, k) for k in shown}
 
 
 class ClassScorer:
@@ -86,8 +64,8 @@ class ClassScorer:
         ]
         top1, top5 = hits.mean(0).tolist()
         return ClassMetrics(
-            top1,
-            top5,
+            top1=top1,
+            top5=top5,
             mean_class=float(np.mean([row['top1'] for row in per_class])),
             images=len(true),
             per_class=per_class,

@@ -9,8 +9,8 @@ import torch
 from utils.qat.config.export import Limits
 from utils.qat.core.errors import QatError
 from utils.qat.core.text import markdown_table
-from utils.qat.evaluation.classes import ClassMetrics
 from utils.qat.evaluation.compare import NUMPY_TOLERANCE, ElementDifferences, number, ranks_tables, tolerance_title
+from utils.qat.evaluation.metrics import ClassMetrics
 
 
 class Differences:

@@ -17,7 +17,7 @@ from utils.qat.core.text import markdown_table
 from utils.qat.data.masks import Masks, same_place_iou
 from utils.qat.evaluation.chance import EXPLAINED, difference, in_words, plus_minus
 from utils.qat.evaluation.compare import NUMPY_TOLERANCE, ElementDifferences, number, ranks_tables, tolerance_title
-from utils.qat.evaluation.detection_scores import Metrics
+from utils.qat.evaluation.metrics import Metrics, from_json
 from utils.qat.evaluation.score_tables import models_table
 
 SAME_OBJECT = 0.5  # IoU from which two detections of one class show the same object
@@ -183,7 +183,7 @@ class Differences:
         Returns plain values: boxes in pixels of the input, scores in 0..1. None for missing values, and for values that are not
         finite, which JSON lacks.
         """
-        first, second = (metrics.plain() if metrics else None for metrics in (reference, other))
+        first, second = (metrics.to_json() if metrics else None for metrics in (reference, other))
         gain = mask_gain = None
         if first and second:
             gain = second['ap'] - first['ap']
@@ -220,10 +220,9 @@ def details(comparisons: Sequence[dict[str, Any]], names: Sequence[str]) -> list
 
 def scores_table(comparisons: Sequence[dict[str, Any]], names: Sequence[str]) -> str:
     """Format the AP of several detectors, and the difference of each from the first in points; '' without labels."""
-    first = comparisons[0]['reference']
-    if not first:
+    models = [from_json(found) for found in (comparisons[0]['reference'], *(c['other'] for c in comparisons))]
+    if not models[0]:
         return ''
-    models = [first, *(c['other'] for c in comparisons)]
     chances = [plus_minus(c['against_reference']) for c in comparisons]
     return f'{models_table(names, models, chances)}\n\n({EXPLAINED})'
 

@@ -6,7 +6,6 @@ Matching and AP are upstream's, of val.py and segment/val.py.
 import contextlib
 import io
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +22,7 @@ from utils.qat.data.dataset import Data
 from utils.qat.data.image_folders import ImageFolders
 from utils.qat.data.masks import Masks, resized
 from utils.qat.evaluation.chance import resampled_ap
+from utils.qat.evaluation.metrics import DetectionMetrics
 
 AT_ONCE = 32  # masks at the size of the image in memory
 IOUS = torch.linspace(0.5, 0.95, 10)  # AP is the mean over these IoU
@@ -113,28 +113,6 @@ def coco_figures(
     return dict(zip(('ap', 'ap50', 'ap75'), map(float, scorer.stats[:3])))
 
 
-@dataclass
-class Metrics:
-    """Metrics of boxes and masks, in 0..1. AP is the mean over IoU 0.50:0.95. Precision and recall are at the best F1."""
-
-    ap: float
-    ap50: float
-    precision: float
-    recall: float
-    images: int
-    instances: int
-    # {class, name, instances, ap, ap50, precision, recall} of each class, and `mask` as below
-    per_class: list[dict[str, Any]] = field(default_factory=list)
-    mask: dict[str, Any] | None = None  # ap, ap50, precision, recall of masks, and `coco` as below; None without masks
-    coco: dict[str, float] | None = None  # pycocotools' figures; None if the data is not COCO
-    ms_per_image: dict[str, float] = field(default_factory=dict)  # of each step: pre-processing, inference, NMS
-    resampled: np.ndarray | None = None  # AP on resamples of the images, see chance.resampled_ap; None if not asked for
-
-    def plain(self) -> dict[str, Any]:
-        """Convert to plain values, without the times, which differ from run to run, and without the resamples."""
-        return {k: v for k, v in asdict(self).items() if k not in ('ms_per_image', 'resampled') and v is not None}
-
-
 class Scorer:
     """Matches of detections with labels, collected batch by batch, their metrics and, with `categories`, COCO rows."""
 
@@ -170,7 +148,7 @@ class Scorer:
         """Return the detections in COCO's result format."""
         return [row for _, rows in self.batches for row in rows]
 
-    def metrics(self, resample: bool = False) -> Metrics:
+    def metrics(self, resample: bool = False) -> DetectionMetrics:
         """Score all images so far, in any order; `resample` computes AP on resamples of the images as well."""
         images = [image for images, _ in self.batches for image in images]
         correct, score, predicted, true = (np.concatenate(x) for x in zip(*(matches for _, matches in images)))
@@ -180,7 +158,7 @@ class Scorer:
         (boxes, boxes_by_class), *masks = (
             _scores(part, score, predicted, true, self.names) for part in np.swapaxes(correct, 0, 1)
         )
-        metrics = Metrics(**boxes, images=len(images), instances=int(counts.sum()))
+        metrics = DetectionMetrics(**boxes, images=len(images), instances=int(counts.sum()))
         for c, of_class in boxes_by_class.items():
             metrics.per_class.append({'class': c, 'name': self.names[c], 'instances': int(counts[c]), **of_class})
         if masks:
@@ -222,7 +200,7 @@ def _scores(
 
     `correct` is bool [n, 10]: whether each detection is correct at each of IOUS. If none is, there is nothing of classes.
     """
-    keys = 'ap', 'ap50', 'precision', 'recall'
+    keys = tuple(DetectionMetrics.columns)
     if not correct.any():
         return dict.fromkeys(keys, 0.0), {}
     _, _, p, r, _, ap, classes = ap_per_class(correct, score, predicted, true, names=names)

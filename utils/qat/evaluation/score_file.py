@@ -22,10 +22,11 @@ from utils.qat.core.run_folder import run_folder
 from utils.qat.core.text import code, escaped, image, link, markdown_table
 from utils.qat.data.loaders import Loaders
 from utils.qat.evaluation.chance import EXPLAINED, difference, in_words, plus_minus
-from utils.qat.evaluation.classes import ClassMetrics, distance
+from utils.qat.evaluation.classes import distance
 from utils.qat.evaluation.detection_scores import require_annotations
 from utils.qat.evaluation.evaluate import evaluate
-from utils.qat.evaluation.score_tables import class_table, finds_nothing, merit_title, models_table, plot_classes
+from utils.qat.evaluation.metrics import ClassMetrics, DetectionMetrics, Metrics, finds_nothing
+from utils.qat.evaluation.score_tables import class_table, models_table, plot_classes
 from utils.qat.vendors.next_step import after_scoring
 
 FAIR_CONF = 0.01  # AP hardly changes without the detections up to this score
@@ -39,25 +40,19 @@ class Score:
     folder: Path  # of its report
     device: torch.device
     seen: str  # preparation of the images, in words
-    metrics: Any  # Metrics or ClassMetrics
-    baseline: Any  # the same, or None
-
-    def plain(self) -> dict[str, Any]:
-        """Return the plain metrics; for a classifier with classes.distance from its baseline."""
-        if isinstance(self.metrics, ClassMetrics) and isinstance(self.baseline, ClassMetrics):
-            return {**self.metrics.plain(), **distance(self.metrics.scores, self.baseline.scores)}
-        return self.metrics.plain()
+    metrics: Metrics
+    baseline: Any  # Metrics, or None
 
     def record(self) -> dict[str, Any]:
-        """Return the plain metrics with the preparation of the images and the times, as JSON has them."""
-        return {'seen': self.seen, **self.plain(), 'times': {'ms_per_image': self.metrics.ms_per_image}}
+        """Return the scores with the preparation of the images and the times, as JSON has them."""
+        return {'seen': self.seen, **self.metrics.to_json(), 'times': {'ms_per_image': self.metrics.ms_per_image}}
 
-    def beside_baseline(self) -> dict[str, Any]:
-        """Return plain metrics by the names of their files, those of the baseline first."""
+    def beside_baseline(self) -> dict[str, Metrics]:
+        """Return the metrics by the names of their files, those of the baseline first."""
         if not self.config.baseline:
-            return {self.config.weights.name: self.plain()}
+            return {self.config.weights.name: self.metrics}
         names = distinct_names([self.config.baseline, self.config.weights])
-        return dict(zip(names, (self.baseline.plain(), self.plain())))
+        return dict(zip(names, (self.baseline, self.metrics)))
 
     def against_baseline(self) -> dict[str, Any]:
         """Compare the metrics with the baseline's, see chance.difference."""
@@ -74,25 +69,25 @@ def names_of(scores: Sequence[Score]) -> list[str]:
 
 def tables(score: Score) -> list[str]:
     """Format all metrics as Markdown tables."""
-    plain, compared, of_coco = score.plain(), [], []
+    metrics, compared, of_coco = score.metrics, [], []
     if score.baseline:
         models, against = score.beside_baseline(), score.against_baseline()
         compared.append(models_table([*models], [*models.values()], [plus_minus(against)]))
-        nothing = finds_nothing(score.baseline.plain())
-        compared.append(nothing or f'{in_words(against, merit_title(plain))} ({EXPLAINED})')
-    if 'coco' in plain:
-        parts = {'boxes': plain['coco'], **({'masks': plain['mask']['coco']} if 'mask' in plain else {})}
-        titles = 'pycocotools', *(key.upper() for key in parts['boxes'])
+        _, title = metrics.choosing()
+        compared.append(finds_nothing(score.baseline) or f'{in_words(against, title)} ({EXPLAINED})')
+    if metrics.coco:
+        parts = {'boxes': metrics.coco, **({'masks': metrics.mask['coco']} if metrics.mask else {})}
+        titles = 'pycocotools', *(key.upper() for key in metrics.coco)
         rows = [(part, *(f'{v:.4f}' for v in found.values())) for part, found in parts.items()]
         of_coco.append(markdown_table(titles, rows))
-    return [*compared, class_table(plain), *of_coco]
+    return [*compared, class_table(metrics), *of_coco]
 
 
 def write_scores(score: Score, following: str) -> None:
     """Write the report of a file, see `_write_report`. following: the next command."""
     content = score.record()
     if score.baseline:
-        content |= {'baseline': score.baseline.plain(), 'against_baseline': score.against_baseline()}
+        content |= {'baseline': score.baseline.to_json(), 'against_baseline': score.against_baseline()}
     settings, models = asdict(score.config), score.beside_baseline()
     _write_report(score.folder, [score], settings, content, models, tables(score), following)
 
@@ -103,7 +98,7 @@ def write_several(folder: Path, scores: Sequence[Score], config: EvalConfig) -> 
     The table has the metrics of each file, and the differences from the first. config: of the first, as typed.
     """
     names, first = names_of(scores), scores[0].metrics
-    models = {score.folder.name.removeprefix(f'{folder.name}-'): score.plain() for score in scores}
+    models = {score.folder.name.removeprefix(f'{folder.name}-'): score.metrics for score in scores}
     against = [None, *(difference(first.resampled, score.metrics.resampled) for score in scores[1:])]
     table = models_table(names, [*models.values()], [plus_minus(found) for found in against[1:]])
     records = [{'model': s.config.weights, **s.record(), 'against_first': d} for s, d in zip(scores, against)]
@@ -119,21 +114,21 @@ def _write_report(
     scores: Sequence[Score],
     settings: dict[str, Any],
     content: dict[str, Any],
-    models: dict[str, dict[str, Any]],
+    models: dict[str, Metrics],
     parts: Sequence[str],
     following: str | None = None,
 ) -> None:
-    """Write metrics.json with `content`, report.md with `parts`, and classes.png of the plain metrics in `models` into `folder`."""
-    first, kind, plain = scores[0], type(scores[0].config), scores[0].plain()
+    """Write metrics.json with `content`, report.md with `parts`, and classes.png of the metrics in `models` into `folder`."""
+    first, kind, metrics = scores[0], type(scores[0].config), scores[0].metrics
     here, seen, device = machine(first.device), {score.seen for score in scores}, describe(first.device)
     head = {'settings': settings, 'versions': versions(), 'device': device, 'machine': here}
     write_json(folder / 'metrics.json', {**head, **content})
-    images = f'{plain["images"]} images{f" {first.seen}" if len(seen) == 1 else ""}'
-    objects = f', with {plain["instances"]} objects' if 'instances' in plain else ''
+    images = f'{metrics.images} images{f" {first.seen}" if len(seen) == 1 else ""}'
+    objects = f', with {metrics.instances} objects' if isinstance(metrics, DetectionMetrics) else ''
     pictures = []
-    if any(found['per_class'] for found in models.values()):  # else no detection is correct
+    if any(found.per_class for found in models.values()):  # else no detection is correct
         plot_classes(folder / 'classes.png', models)
-        pictures.append(image(f'{merit_title(plain)} of each class', 'classes.png'))
+        pictures.append(image(f'{metrics.choosing()[1]} of each class', 'classes.png'))
     times = [(name, *score.metrics.ms_per_image.values()) for name, score in zip(names_of(scores), scores)]
     program = ('val_trt.py',) if kind is FileEvalConfig else ('qat.py', 'eval')
     write_document(
@@ -160,7 +155,6 @@ def score_files(configs: Sequence[EvalConfig], load_model: Callable[[Path, torch
     `load_model` makes a model, see file_model.py, from file, device and backend. If a file does not fit the settings or the
     data, the scores of the files before it stay.
     """
-    torch.backends.cudnn.allow_tf32 = False  # its 10-bit mantissa is coarser than the INT8 grid
     if len(configs) == 1:
         score_file(configs[0], load_model, resample=bool(configs[0].baseline))
         return
@@ -224,12 +218,9 @@ def score_file(
             given = (config.backend,) if config.backend else None
             _, backend = backends_for((config.weights, config.baseline), given)
             baseline = load_model(config.baseline, device, backend)
-            if not (config.imgsz or predict.imgsz or predict.quantized_for):
-                config = replace(config, imgsz=baseline.imgsz or baseline.quantized_for)
-        exported = isinstance(predict, FileModel)
-        config = config.for_model(predict)
-        if baseline:
             _require_alike(predict, baseline, config)
+        exported = isinstance(predict, FileModel)
+        config = config.for_model(predict, *([baseline] if baseline else []))
         data = predict.task.load_data(config.data, predict, names_from=config.names_from)
         if baseline:
             with naming(f'--baseline {config.baseline}'):
@@ -251,9 +242,11 @@ def score_file(
 
         predictions = folder / 'predictions.json' if config.save_json else None
         metrics = scored(predict, 'evaluating', annotations=data.annotations, predictions_file=predictions)
-        if nothing := finds_nothing(metrics.plain()):
+        if nothing := finds_nothing(metrics):
             LOGGER.warning(f'{config.weights}: {nothing}')
         before = scored(baseline, 'evaluating the baseline') if baseline else None
+        if before and isinstance(metrics, ClassMetrics):
+            vars(metrics).update(distance(metrics.scores, before.scores))
         score = Score(config, folder, device, seen, metrics, before)
         if exported or predict.recipe:
             following = after_scoring(config.weights, config.imgsz, predict.target, config.backend)
@@ -289,12 +282,10 @@ def warn_of_threshold(predict: Any, config: EvalConfig) -> None:
 
 
 def _require_alike(predict: Any, baseline: Any, config: EvalConfig) -> None:
-    """Raise QatError unless a baseline takes the same images and has the same task and classes as the model."""
+    """Raise QatError unless a baseline has the same task and classes as the model."""
     why = ''
     if baseline.task is not predict.task:
         why = f'{baseline.task.title}, unlike {config.weights}'
-    elif baseline.imgsz not in (None, config.imgsz):
-        why = f'takes images of {" x ".join(map(str, baseline.imgsz))}, and they are {config.imgsz[0]} x {config.imgsz[1]} here'
     elif (baseline.nc or predict.nc) != (predict.nc or baseline.nc):
         why = f'has {baseline.nc} classes, and {config.weights} has {predict.nc}'
     if why:

@@ -10,29 +10,21 @@ from matplotlib.ticker import MaxNLocator
 from utils.qat.config.qat import QuantizeConfig
 from utils.qat.config.settings import closing, typed_words
 from utils.qat.config.tables import TARGETS
+from utils.qat.config.tasks import Task
 from utils.qat.core.command import export_command, repeated
 from utils.qat.core.files import write_document, write_json, write_picture
 from utils.qat.core.machine import machine_table
 from utils.qat.core.run_folder import DELIVERED
 from utils.qat.core.text import code, escaped, image, link, markdown_table
 from utils.qat.evaluation.chance import EXPLAINED, boxes_and_masks, in_points, in_words, points_lost, within_chance
-from utils.qat.evaluation.score_tables import (
-    difference_cells,
-    finds_nothing,
-    is_scored,
-    merit_title,
-    plot_classes,
-    score_cells,
-    score_keys,
-    score_titles,
-    task_in,
-)
-from utils.qat.run.state import LAST
+from utils.qat.evaluation.metrics import Metrics, finds_nothing
+from utils.qat.evaluation.score_tables import Columns, four_digits, plot_classes
+from utils.qat.run.state import BEST, FLOAT, LAST, PTQ, Stage, State
 
 NARROWEST = 0.02  # of the AP axis, so that differences below two points do not look like a collapse
 
 
-def plot_ap(path: Path, report: dict[str, Any]) -> None:
+def plot_ap(path: Path, state: State) -> None:
     """Draw AP, or top-1, of every fine-tuning epoch (one at least), with lines for the float and the PTQ model.
 
     A band around the float model is as wide as chance: inside it an epoch differs from the float model no more than by the choice
@@ -40,38 +32,29 @@ def plot_ap(path: Path, report: dict[str, Any]) -> None:
     """
     figure = Figure(figsize=(8, 4.5), layout='constrained')
     axes = figure.subplots()
-    epochs, best = report['epochs'], report['best']
-    merit, title = score_keys(epochs[0])[0], merit_title(epochs[0])
-    parts = {
-        '': ('tab:blue', lambda metrics: metrics),
-        'masks ': ('tab:orange', lambda metrics: metrics.get('mask', {})),
-    }
-    for text, (colour, part) in parts.items():
-        of = {key: part(report[key]).get(merit) for key in ('origin', 'ptq') if report[key]}
-        if not all(merit in part(e) for e in epochs):
-            continue
-        if of.get('origin') is not None and 'against_float' in epochs[0]:
-            chance = max(part(e['against_float'])['chance'] for e in epochs)
-            label = f'{text}within chance of float, ± {100 * chance:.2f} points'
-            axes.axhspan(
-                of['origin'] - chance, of['origin'] + chance, color=colour, alpha=0.12, linewidth=0, label=label
-            )
-        for key, name, style in (('origin', 'float', '-'), ('ptq', 'PTQ', '--')):
-            if of.get(key) is not None:  # not with --no-eval-origin, --no-eval-ptq
-                axes.axhline(of[key], linestyle=style, color=colour, alpha=0.6, label=f'{text}{name} {of[key]:.4f}')
-        axes.plot(
-            [e['epoch'] for e in epochs], [part(e)[merit] for e in epochs], 'o-', color=colour, label=f'{text}QAT'
-        )
+    scored, best = state.scored(), state.best
+    (merit, title), masks = state.epochs[0].metrics.choosing(), state.epochs[0].metrics.mask
+
+    def value(metrics: Metrics | None, part: str) -> float | None:
+        of_masks = part and metrics and metrics.mask
+        return of_masks[merit] if of_masks else None if part or not metrics else getattr(metrics, merit)
+
+    numbers = [e.epoch for e in state.epochs]
+    for part, colour in (('', 'tab:blue'), *[('masks ', 'tab:orange')] * bool(masks)):
+        of = {name: value(scored.get(name), part) for name in (FLOAT, PTQ)}
+        against = [e.against_float for e in state.epochs if e.against_float]
+        if of[FLOAT] is not None and against:
+            chance = max((found['mask'] if part else found)['chance'] for found in against)
+            label = f'{part}within chance of float, ± {100 * chance:.2f} points'
+            axes.axhspan(of[FLOAT] - chance, of[FLOAT] + chance, color=colour, alpha=0.12, linewidth=0, label=label)
+        for name, style in ((FLOAT, '-'), (PTQ, '--')):
+            if of[name] is not None:  # not with --no-eval-origin, --no-eval-ptq
+                axes.axhline(of[name], linestyle=style, color=colour, alpha=0.6, label=f'{part}{name} {of[name]:.4f}')
+        axes.plot(numbers, [value(e.metrics, part) for e in state.epochs], 'o-', color=colour, label=f'{part}QAT')
     if best:
-        axes.plot(
-            best['epoch'],
-            best[merit],
-            'o',
-            markersize=11,
-            markerfacecolor='none',
-            color='tab:green',
-            label=f'best {best[merit]:.4f}' + ' (PTQ)' * (not best['epoch']),
-        )
+        height = value(best.metrics, '')
+        label = f'best {height:.4f}' + ' (PTQ)' * (not best.epoch)
+        axes.plot(best.epoch, height, 'o', markersize=11, markerfacecolor='none', color='tab:green', label=label)
     low, high = axes.get_ylim()
     wider = max(0, NARROWEST - (high - low)) / 2
     axes.set_ylim(low - wider, high + wider)
@@ -79,153 +62,156 @@ def plot_ap(path: Path, report: dict[str, Any]) -> None:
     axes.set(
         xlabel='epoch',
         ylabel='AP (IoU 0.50:0.95)' if title == 'AP' else f'{title} accuracy',
-        title=f'Fine-tuning with quantization, scored on {report["images"][report["chosen_on"]]} images ({report["chosen_on"]})',
+        title=f'Fine-tuning with quantization, scored on {state.images[state.chosen_on]} images ({state.chosen_on})',
     )
     axes.grid(alpha=0.3)
     figure.legend(loc='outside right center', fontsize=8)
     write_picture(figure, path)
 
 
-def sqnr_cells(metrics: dict[str, Any] | None, parts: Iterable[str]) -> list[str]:
-    """Format the SQNR of each of the `parts` of the head's outputs, in dB; '-' for a part without SQNR."""
-    sqnr = (metrics or {}).get('sqnr', {})
-    return [f'{sqnr[part]:.1f}' if part in sqnr else '-' for part in parts]
+class RunTable:
+    """The table of the models of a run: their scores, their differences from the float model, and SQNR unless it is `brief`."""
+
+    def __init__(self, state: State, brief: bool) -> None:
+        stages = [stage for _, stage in state.models()]
+        self.columns = Columns(*(stage.metrics for stage in stages))
+        parts = next((list(stage.sqnr) for stage in stages if stage.sqnr), ['boxes', 'classes'])
+        self.parts = [] if brief else parts
+        against = f'{self.columns.title} - float, points', 'mask AP - float, points'
+        self.titles = (
+            *self.columns.titles,
+            *against[: 1 + self.columns.masks],
+            *(f'{part} dB' for part in self.parts),
+        )
+
+    def against_float(self, found: dict[str, Any] | None) -> list[str]:
+        """Format a difference of AP from the float model in points, with chance; '-' if unknown."""
+        if not found:
+            return ['-'] * (1 + self.columns.masks)
+        return [in_points(part) for part in boxes_and_masks(found)]
+
+    def row(self, *stages: Stage | None, against: dict[str, Any] | None = None) -> list[str]:
+        """Format a model, or the mean of several; `against`: its difference from the float model, where it is not the stage's own."""
+        known = [stage for stage in stages if stage] or [Stage()]
+        scores = map(_mean, zip(*(self.columns.values(stage.metrics) for stage in known)))
+        sqnr = [_mean([(stage.sqnr or {}).get(part) for stage in known]) for part in self.parts]
+        decibels = ['-' if value is None else f'{value:.1f}' for value in sqnr]
+        return [*four_digits(scores), *self.against_float(against or known[0].against_float), *decibels]
+
+    def difference(self, after: Stage, before: Stage) -> list[str]:
+        """Format the difference of a model from the float model."""
+        points = self.columns.differences(after.metrics, before.metrics)
+        return [*points, *self.against_float(after.against_float), *['-'] * len(self.parts)]
 
 
-def against_float_cells(metrics: dict[str, Any] | None, masks: bool) -> list[str]:
-    """Format a model's AP difference from the float model in points, with chance; '-' if unknown. masks: for two columns."""
-    found = (metrics or {}).get('against_float')
-    return [in_points(part) for part in (found, found.get('mask')) if part] if found else ['-'] * (1 + masks)
+def _mean(values: Sequence[float | None]) -> float | None:
+    """Compute the mean; None if a value is missing."""
+    known = [value for value in values if value is not None]
+    return sum(known) / len(known) if len(known) == len(values) else None
 
 
-def mean_of(stages: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Compute the mean of each metric over several models."""
-    return {
-        key: mean_of([stage[key] for stage in stages])
-        if type(value) is dict
-        else sum(stage[key] for stage in stages) / len(stages)
-        for key, value in stages[0].items()
-        if type(value) in (int, float, dict)
-    }
-
-
-def run_table(report: dict[str, Any], brief: bool = False) -> str:
+def run_table(state: State, brief: bool = False) -> str:
     """Format the models of a `quantize` run as a Markdown table: float, PTQ, every epoch, the mean of the last, best; '' if none is scored.
 
     brief: without the columns in dB, for which see models/quantize/calibration/divergence.py. With --val-split there are two tables, each
     with its images.
     """
-    stages = [report['origin'], report.get('adapted'), report['ptq'], *report['epochs']]
-    if not any(map(is_scored, stages)):
+    if not state.scored():
         return ''
-    titles, masks = score_titles(*stages)
-    title = merit_title(*stages)
-    outputs = [] if brief else next((list(s['sqnr']) for s in stages if s and 'sqnr' in s), ['boxes', 'classes'])
+    table, best, adapted = RunTable(state, brief), state.best, state.adapted
 
-    def row(what: str, metrics: dict[str, Any] | None, *loss: str) -> list[str]:
-        return [
-            what,
-            *loss,
-            *score_cells(metrics, masks),
-            *against_float_cells(metrics, masks),
-            *sqnr_cells(metrics, outputs),
-        ]
+    def loss(stage: Stage) -> str:
+        return '' if stage.loss is None else f'{stage.loss:.3g}'
 
-    rows = [row('float', report['origin'], ''), row('PTQ', report['ptq'], '')]
-    if report.get('adapted'):
-        exchanged, loss = f'float with {report["settings"]["activation"]}', report['adapted']['loss']
-        rows.insert(1, row(exchanged, report['adapted'], '' if loss is None else f'{loss:.3g}'))
-    rows += [row(f'QAT epoch {e["epoch"]}', e, f'{e["loss"]:.3g}') for e in report['epochs']]
-    if len(report['epochs']) >= LAST:
-        last = {**mean_of(report['epochs'][-LAST:]), 'against_float': report['last_epochs']}
-        rows.append(row(f'mean of the last {LAST} epochs', last, ''))
-    if report['best']:
-        which = f'epoch {report["best"]["epoch"]}' if report['best']['epoch'] else 'PTQ'
-        rows.append(row(f'best ({which})', report['best'], ''))
-
-    def difference(what: str, metrics: dict[str, Any], origin: dict[str, Any], *loss: str) -> list[str]:
-        cells = difference_cells(metrics, origin, masks)
-        return [f'{what} - float, points', *loss, *cells, *against_float_cells(metrics, masks), *['-'] * len(outputs)]
-
-    for name, metrics in (('PTQ', report['ptq']), ('best', report['best'])):
-        if report['origin'] and is_scored(metrics):
-            rows.append(difference(name, metrics, report['origin'], ''))
-    titles = (
-        *titles,
-        *(f'{title} - float, points', 'mask AP - float, points')[: 1 + masks],
-        *(f'{part} dB' for part in outputs),
-    )
-    table = markdown_table(('model', 'loss', *titles), rows)
-    if report['chosen_on'] == 'val':
-        return table
-    on_val = [
-        row(what, (report['val'] or {}).get(key))
-        for key, what in (('origin', 'float'), ('ptq', 'PTQ'), ('best', 'best'))
-    ]
-    val = report['val'] or {}
-    if val.get('best') and val.get('origin'):
-        on_val.append(difference('best', val['best'], val['origin']))
+    rows = [['float', '', *table.row(state.origin)]]
+    if adapted:
+        rows.append([adapted_title(state), loss(adapted), *table.row(adapted)])
+    rows.append(['PTQ', '', *table.row(state.ptq)])
+    rows += [[f'QAT epoch {e.epoch}', loss(e), *table.row(e)] for e in state.epochs]
+    if len(state.epochs) >= LAST:
+        mean = table.row(*state.epochs[-LAST:], against=state.last_epochs)
+        rows.append([f'mean of the last {LAST} epochs', '', *mean])
+    if best:
+        rows.append([f'best ({f"epoch {best.epoch}" if best.epoch else "PTQ"})', '', *table.row(best)])
+    for name, stage in (('PTQ', state.ptq), ('best', best)):
+        if state.origin and stage and stage.metrics:
+            rows.append([f'{name} - float, points', '', *table.difference(stage, state.origin)])
+    first = markdown_table(('model', 'loss', *table.titles), rows)
+    if state.chosen_on == 'val':
+        return first
+    val = state.val or {}
+    on_val = [[what, *table.row(val.get(key))] for key, what in (('origin', 'float'), ('ptq', 'PTQ'), ('best', 'best'))]
+    if 'best' in val and 'origin' in val:
+        on_val.append(['best - float, points', *table.difference(val['best'], val['origin'])])
     return (
-        f'on {report["images"]["held out"]} images held out of train, which choose the best epoch and name the files:\n\n{table}\n\n'
-        f'on the {report["images"]["val"]} images of val, which chose nothing:\n\n{markdown_table(("model", *titles), on_val)}'
+        f'on {state.images["held out"]} images held out of train, which choose the best epoch and name the files:\n\n{first}\n\n'
+        f'on the {state.images["val"]} images of val, which chose nothing:\n\n{markdown_table(("model", *table.titles), on_val)}'
     )
 
 
-def headline(report: dict[str, Any]) -> str:
-    """State in one sentence what INT8 costs and which file is delivered."""
-    if not report['ptq']:
+def headline(state: State) -> str:
+    """State in one sentence what INT8 costs, beside the model that was quantized, and which file is delivered."""
+    if not state.ptq:
         return 'The run is not over: no model is calibrated yet.'
-    on_val = (report['val'] or {}).get('best')
-    chosen = report['best'] or report['ptq']
-    metrics, images = (on_val, 'val') if on_val else (chosen, report['chosen_on'])
-    file = f'{DELIVERED} is the model to export'
-    if not is_scored(metrics):
+    _, stage, images = state.delivered()
+    metrics, file = stage.metrics, f'{DELIVERED} is the model to export'
+    if not metrics:
         return f'The INT8 model was not scored; {file}.'
-    if nothing := finds_nothing(report.get('origin')):
+    if nothing := finds_nothing(state.scored().get(FLOAT)):
         return f'The float model {nothing}; what INT8 costs is not known.'
-    title = merit_title(metrics)
-    ap = f'{title} {score_cells(metrics)[0]}' + (f' (masks {metrics["mask"]["ap"]:.4f})' if 'mask' in metrics else '')
-    if 'against_float' not in metrics:
-        return (
-            f'The INT8 model has {ap} on {report["images"][images]} images, and the float model was not scored; {file}.'
-        )
-    against = metrics['against_float']
+    name, title = metrics.choosing()
+    ap = f'{title} {getattr(metrics, name):.4f}' + (f' (masks {metrics.mask[name]:.4f})' if metrics.mask else '')
+    what, against, beside = 'INT8', stage.against_float, ''
+    if state.adapted and state.against_adapted:
+        against, beside = state.against_adapted, f'against {adapted_title(state)} '
+    elif state.adapted:
+        what = f'INT8 with {state.settings["activation"]}'
+    if not against:
+        return f'The INT8 model has {ap} on {state.images[images]} images, and the float model was not scored; {file}.'
     if all(map(within_chance, boxes_and_masks(against))):
-        cost = 'INT8 costs nothing that these images show'
+        cost = f'{what} costs nothing that these images show'
     elif points_lost(against) > 0:
-        cost = f'INT8 costs {points_lost(against):.2f} points of {title} beyond chance'
+        cost = f'{what} costs {points_lost(against):.2f} points of {title} beyond chance'
     else:
-        cost = 'INT8 scores higher than float'
-    return f'{cost}: {ap}, {in_words(against, title)}, on {report["images"][images]} images; {file}.'
+        cost = f'{what} scores higher than {adapted_title(state) if beside else FLOAT}'
+    return f'{cost}: {ap}, {beside}{in_words(against, title)}, on {state.images[images]} images; {file}.'
 
 
-def conclusions(report: dict[str, Any]) -> list[str]:
+def adapted_title(state: State) -> str:
+    """Name the float model with other activation functions."""
+    return f'float with {state.settings["activation"]}'
+
+
+def conclusions(state: State) -> list[str]:
     """State how much INT8 and fine-tuning change AP, whether chance explains it, and how the best was chosen."""
-    if finds_nothing(report.get('origin')):
-        return [headline(report)]
-    best = report['best']
-    on_val = (report['val'] or {}).get('best')
-    against, gain = (on_val or best or report['ptq']).get('against_float'), report['gain']
-    images = report['images']['val' if on_val else report['chosen_on']]
-    title = merit_title(report['ptq'])
-    said = [f'INT8 against float: {in_words(against, title)} on these {images} images.'] if against else []
-    if best and not best['epoch']:
+    scored, best, gain = state.scored(), state.best, state.gain
+    if finds_nothing(scored.get(FLOAT)):
+        return [headline(state)]
+    _, stage, images = state.delivered()
+    against, title, differences = stage.against_float, Columns(*scored.values()).title, {}
+    if adapted := (state.val or {}).get('adapted', state.adapted):
+        differences[f'{adapted_title(state)} against float'.capitalize()] = adapted.against_float
+        differences[f'INT8 against {adapted_title(state)}'] = state.against_adapted
+    said = [
+        f'{what}: {in_words(found, title)} on these {state.images[images]} images.'
+        for what, found in {'INT8 against float': against, **differences}.items()
+        if found
+    ]
+    if best and not best.epoch:
         said.append('Fine-tuning did not help: no epoch scores higher than PTQ, which is delivered.')
     elif gain:
         unclear = ': whether it helped is not known' if within_chance(gain) else ''
         said.append(f'Fine-tuning against PTQ: {in_words(gain, title)}{unclear}.')
     if best:
-        models = [*report['epochs'], *([report['ptq']] if is_scored(report['ptq']) else [])]
         said.append(
-            f'The best is the highest of {len(models)} on the {report["images"][report["chosen_on"]]} images '
-            f'({report["chosen_on"]}), so it is higher there than on others.'
+            f'The best is the highest of {len(state.epochs) + (PTQ in scored)} on the {state.images[state.chosen_on]} images '
+            f'({state.chosen_on}), so it is higher there than on others.'
         )
     return [*said, f'({EXPLAINED}.)'] if against or gain else said
 
 
-def export_of_run(folder: Path, report: dict[str, Any]) -> str:
-    """Make the command that exports the checkpoint of a finished run to the file of its target."""
-    settings = report['settings']
+def export_of_run(folder: Path, settings: dict[str, Any]) -> str:
+    """Make the command that exports the checkpoint of a finished run with these settings to the file of its target."""
     return export_command(folder / DELIVERED, settings['imgsz'], TARGETS[settings['target']].include)
 
 
@@ -243,53 +229,54 @@ def calibration_text(calibration: dict[str, Any]) -> str:
     )
 
 
-def _pictures(folder: Path, report: dict[str, Any]) -> list[str]:
+def _pictures(folder: Path, state: State) -> list[str]:
     """Draw the pictures for which there is data, and return the Markdown that shows them."""
-    shown = []
-    if report['epochs']:
-        name = f'{score_keys(report["epochs"][0])[0]}.png'  # ap.png or top1.png
-        plot_ap(folder / name, report)
-        shown.append(image(f'{merit_title(*report["epochs"])} of every epoch', name))
-    best = report['best'] if report['best'] and report['best']['epoch'] else None  # else it is PTQ
-    stages = {'float': report['origin'], 'PTQ': report['ptq'], 'best': best}
-    models = {name: metrics for name, metrics in stages.items() if metrics and metrics.get('per_class')}
+    shown, scored, best = [], state.scored(), state.best
+    if state.epochs:
+        name, title = state.epochs[0].metrics.choosing()
+        plot_ap(folder / f'{name}.png', state)  # ap.png or top1.png
+        shown.append(image(f'{title} of every epoch', f'{name}.png'))
+    stages = {name: scored[name] for name in (FLOAT, PTQ) if name in scored}
+    if best and best.epoch:  # else it is PTQ
+        stages[BEST] = best.metrics
+    models = {name: metrics for name, metrics in stages.items() if metrics.per_class}
     if models:
         plot_classes(folder / 'classes.png', models)
-        shown.append(image(f'{merit_title(*models.values())} of each class', 'classes.png'))
+        shown.append(image(f'{Columns(*models.values()).title} of each class', 'classes.png'))
     return shown
 
 
-def write_report(folder: Path, report: dict[str, Any], finished: bool = True) -> None:
+def write_report(folder: Path, state: State, task: Task, finished: bool = True) -> None:
     """Write report.json and report.md, and for a finished run its pictures; that of an unfinished one says so, and how to go on."""
-    write_json(folder / 'report.json', {**report, 'finished': finished})
-    following = export_of_run(folder, report) if finished else repeated('qat.py', 'quantize', '--resume', folder)
-    settings = report['settings']
-    scored = any(map(is_scored, (report['origin'], report['ptq'], *report['epochs'])))
-    seen = f'; scored {task_in(report["origin"], report["ptq"]).seen_as(settings["imgsz"], False)}' if scored else ''
-    images = ', '.join(f'{n} of {name}' for name, n in report['images'].items())
-    made = [c['file'] for c in (report['best'], report.get('adapted'), report['ptq'], *report['epochs']) if c]
+    settings, scored, best = state.settings, state.scored(), state.best
+    write_json(folder / 'report.json', {**state.report(), 'finished': finished})
+    following = export_of_run(folder, settings) if finished else repeated('qat.py', 'quantize', '--resume', folder)
+    seen = f'; scored {task.seen_as(settings["imgsz"], False)}' if scored else ''
+    images = ', '.join(f'{n} of {name}' for name, n in state.images.items())
+    made = [state.best_file] * bool(best) + [stage.file for _, stage in state.models() if stage.file]
     files = [DELIVERED, *made] if made else []
-    write_document(
-        folder / 'report.md',
-        f'{Path(settings["weights"]).name} in INT8',
-        [
-            f'**{escaped(("" if finished else "Interrupted, or not over yet. ") + headline(report))}**',
-            escaped(f'Images: {images}{seen}. Computed on {report["device"]}.'),
-            *([run_table(report), escaped(' '.join(conclusions(report)))] if report['ptq'] and scored else []),
-            *(_pictures(folder, report) if finished else []),
-            *(['## Calibration', calibration_text(report['calibration'])] if report['calibration'] else []),
-            *[escaped(f'Left in float: {", ".join(report["kept_float"])}.')] * bool(report['kept_float']),
-            *[escaped(f'Activation functions that stayed: {", ".join(report["kept_activations"])}.')]
-            * bool(report.get('kept_activations')),
-            *(['## Files', '\n'.join(f'- {link(file)}' for file in files)] if files else []),
-            '## Times',
-            escaped(', '.join(f'{what} {seconds:.1f} s' for what, seconds in report['times'].items()) or '-'),
-            *(['## Machine', machine_table(report['machine'])] if 'machine' in report else []),
-            '## Made by',
-            code(repeated('qat.py', 'quantize', *typed_words(settings, QuantizeConfig))),
-            *closing(settings, QuantizeConfig, report['versions'], following if made else None),
-        ],
-    )
+    paragraphs = [
+        f'**{escaped(("" if finished else "Interrupted, or not over yet. ") + headline(state))}**',
+        escaped(f'Images: {images}{seen}. Computed on {state.device}.'),
+    ]
+    if state.ptq and scored:
+        paragraphs += [run_table(state), escaped(' '.join(conclusions(state)))]
+    if finished:
+        paragraphs += _pictures(folder, state)
+    if state.calibration:
+        paragraphs += ['## Calibration', calibration_text(state.calibration)]
+    for what, paths in (
+        ('Left in float', state.kept_float),
+        ('Activation functions that stayed', state.kept_activations),
+    ):
+        paragraphs += [escaped(f'{what}: {", ".join(paths)}.')] if paths else []
+    if files:
+        paragraphs += ['## Files', '\n'.join(f'- {link(file)}' for file in files)]
+    times = escaped(', '.join(f'{what} {seconds:.1f} s' for what, seconds in state.times.items()) or '-')
+    paragraphs += ['## Times', times, '## Machine', machine_table(state.machine)]
+    paragraphs += ['## Made by', code(repeated('qat.py', 'quantize', *typed_words(settings, QuantizeConfig)))]
+    paragraphs += closing(settings, QuantizeConfig, state.versions, following if made else None)
+    write_document(folder / 'report.md', f'{Path(settings["weights"]).name} in INT8', paragraphs)
 
 
 def dry_run_tables(

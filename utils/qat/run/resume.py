@@ -5,46 +5,22 @@ completely before use.
 """
 
 import os
-import re
 from collections.abc import Mapping
 from dataclasses import fields, replace
 from pathlib import Path
 from types import UnionType
 from typing import Any
 
-import numpy as np
-
 from utils.qat.config.qat import QuantizeConfig
 from utils.qat.config.settings import Settings, flag_of, kind_of, plain
 from utils.qat.core.errors import QatError
-from utils.qat.core.machine import PACKAGES
 from utils.qat.core.run_folder import DELIVERED, writing
 from utils.qat.evaluation.chance import RESAMPLES
-from utils.qat.evaluation.score_tables import is_scored
-from utils.qat.run.state import ADAPTED, EPOCH, FLOAT, FORMAT, PTQ, STATE, State, unfit_state
-from utils.qat.untrusted.json_schema import (
-    AGAINST,
-    CALIBRATION,
-    CLASS_METRICS,
-    COUNT,
-    INDEX,
-    METRICS,
-    NONE,
-    NUMBER,
-    POSITIVE,
-    SECONDS,
-    SQNR,
-    anything,
-    between,
-    misfit,
-    read_json,
-)
+from utils.qat.run.state import FORMAT, STATE, State, unfit_state
+from utils.qat.untrusted.json_schema import INDEX, NONE, anything, between, misfit, read_json
 from utils.qat.untrusted.plain_values import read_values
 
 FREE = ('device', 'workers')  # options that change no result
-NAMED = re.compile(r'weights/[^/\0]*\.pt')
-# of a stage: of a detector, or of a classifier
-STAGES = METRICS, CLASS_METRICS
 
 
 def json_kinds(kind: type[Settings]) -> dict[str, Any]:
@@ -57,55 +33,6 @@ def json_kinds(kind: type[Settings]) -> dict[str, Any]:
         kind_in_json = [kind_in_json] if several else kind_in_json
         kinds[f.name] = (NONE, kind_in_json) if isinstance(f.type, UnionType) else kind_in_json
     return kinds
-
-
-def _file(value: Any) -> bool:
-    """Check the path of a checkpoint in the folder, as a kind of json_schema."""
-    return type(value) is str and NAMED.fullmatch(value) is not None and not value.startswith('weights/.')
-
-
-def _shares(value: Any) -> bool:
-    """Check values of chance.resampled_ap, as a kind of json_schema."""
-    return (
-        type(value) is np.ndarray
-        and value.dtype == np.float64
-        and value.ndim == 2
-        and bool(((value >= 0) & (value <= 1)).all())
-    )
-
-
-LOSS = NONE, POSITIVE  # of an adaptation; None if nothing was learnt
-SCORED = tuple({**metrics, 'sqnr': SQNR, 'against_float?': AGAINST, 'file': _file} for metrics in STAGES)
-KINDS = {  # the file: see State, and json_schema.misfit for the form. Settings are checked later
-    'format': INDEX,
-    'settings': {str: anything},
-    'versions': dict.fromkeys(('python', *PACKAGES), str),
-    'device': str,
-    'machine': {str: (str, bool, NUMBER, {str: str})},
-    'classes': {str: str},
-    'images': {'val': COUNT, 'held out?': COUNT, 'train': COUNT},
-    'origin': (NONE, *STAGES),
-    'adapted': (NONE, {'loss': LOSS, 'file': _file}, *({'loss': LOSS, **scored} for scored in SCORED)),
-    'kept_activations': [str],
-    'calibration': (NONE, CALIBRATION),
-    'kept_float': [str],
-    'ptq': (NONE, {'file': _file}, *SCORED),
-    'epochs': [tuple({'epoch': COUNT, 'loss': POSITIVE, **scored} for scored in SCORED)],
-    'val': NONE,
-    'times': {str: SECONDS},
-    'changed': {str: {str: str}},
-    'resampled': {'val': {str: _shares}, 'held out?': {str: _shares}},
-    'training': (  # training_step.TrainingStep compares the tensors with its own
-        NONE,
-        {
-            'number': COUNT,
-            'loss': POSITIVE,
-            'steps': COUNT,
-            'seconds': SECONDS,
-            'state': {'tensors': dict, 'optimizer': dict},
-        },
-    ),
-}
 
 
 def resumed(folder: str | Path, given: Mapping[str, Any]) -> QuantizeConfig:
@@ -146,7 +73,7 @@ def read_state(folder: Path) -> State:
     content = read_values(file, '--resume')
     if type(content) is dict and content.get('format') != FORMAT:
         raise _another_version(folder)
-    wrong = misfit(content, KINDS)
+    wrong = misfit(content, {'format': INDEX, **{f.name: f.metadata['kind'] for f in fields(State)}})
     if wrong:
         raise unfit_state(folder, wrong)
     kinds = json_kinds(QuantizeConfig)
@@ -154,59 +81,43 @@ def read_state(folder: Path) -> State:
     if content['settings'].keys() != kinds.keys():
         differ = ', '.join(sorted(content['settings'].keys() ^ kinds.keys()))
         raise _another_version(folder, f' (settings that differ: {ascii(differ)[1:200]})')
-    wrong = misfit(content['settings'], kinds, 'settings') or _contradiction(content) or _unlike_resamples(content)
+    del content['format']
+    state = State.of(content)
+    wrong = misfit(content['settings'], kinds, 'settings') or _contradiction(state) or _unlike_resamples(state)
     if wrong:
         raise unfit_state(folder, wrong)
-    del content['format']
-    state = State(**content)
-    for file in (
-        DELIVERED,
-        state.best_file,
-        *(stage['file'] for stage in (state.adapted, state.ptq, *state.epochs) if stage),
-    ):
-        _require_no_link(folder, file)
+    for name in (DELIVERED, state.best_file, *(stage.file for _, stage in state.models() if stage.file)):
+        _require_no_link(folder, name)
     return state
 
 
-def _contradiction(content: dict[str, Any]) -> str | None:
+def _contradiction(state: State) -> str | None:
     """Find a place in a valid state that contradicts another place; None if there is none."""
-    settings, images, epochs, training = (content[key] for key in ('settings', 'images', 'epochs', 'training'))
-    stages = [*([content['ptq']] if is_scored(content['ptq']) else []), *epochs]
-    return next(
-        (
-            place
-            for place, wrong in (
-                ('settings.dry_run', settings['dry_run']),
-                ('settings.epochs', content['ptq'] and not settings['epochs']),
-                ('ptq', not content['ptq'] and (settings['activation'] == 'keep' or epochs)),
-                ('calibration', (content['calibration'] is None) != (content['ptq'] is None)),
-                ('adapted', content['adapted'] and settings['activation'] == 'keep'),
-                ('epochs', [e['epoch'] for e in epochs] != [*range(1, len(epochs) + 1)]),
-                ('epochs', len({('mask' in stage, 'top1' in stage) for stage in stages}) > 1),
-                ('training', training is None and epochs),
-                ('training.number', content['ptq'] and training and training['number'] != len(epochs) + 1),
-                (
-                    'training.number',
-                    training and training['number'] > settings['epochs' if content['ptq'] else 'activation_epochs'],
-                ),
-                ('images', ('held out' in images) != (settings['val_split'] > 0)),
-                ('resampled', content['resampled'].keys() != images.keys() - {'train'}),
-            )
-            if wrong
-        ),
-        None,
-    )
+    settings, images, epochs, training = state.settings, state.images, state.epochs, state.training
+    kinds = {(type(metrics), bool(metrics.mask)) for metrics in state.scored().values()}
+    planned = settings['epochs' if state.ptq else 'activation_epochs']
+    contradictions = {
+        'settings.dry_run': settings['dry_run'],
+        'settings.epochs': state.ptq and not settings['epochs'],
+        'ptq': not state.ptq and (settings['activation'] == 'keep' or epochs),
+        'calibration': (state.calibration is None) != (state.ptq is None),
+        'adapted': state.adapted and settings['activation'] == 'keep',
+        'epochs': [e.epoch for e in epochs] != [*range(1, len(epochs) + 1)] or len(kinds) > 1,
+        'training': training is None and epochs,
+        'training.number': training
+        and (training['number'] > planned or (state.ptq and training['number'] != len(epochs) + 1)),
+        'images': ('held out' in images) != (settings['val_split'] > 0),
+        'resampled': state.resampled.keys() != images.keys() - {'train'},
+    }
+    return next((place for place, wrong in contradictions.items() if wrong), None)
 
 
-def _unlike_resamples(content: dict[str, Any]) -> str | None:
+def _unlike_resamples(state: State) -> str | None:
     """Find a scored model without its resampled AP, or values of another shape; None if there is none."""
-    images = 'held out' if 'held out' in content['images'] else 'val'
-    scored = {FLOAT: content['origin'], ADAPTED: content['adapted'], PTQ: content['ptq']}
-    scored |= {EPOCH.format(e['epoch']): e for e in content['epochs']}
-    needed = {name: metrics for name, metrics in scored.items() if is_scored(metrics)}
-    shape = 1 + RESAMPLES * (content['images'][images] > 1), 1 + any('mask' in m for m in needed.values())
-    given = content['resampled'][images]
-    if not needed.keys() <= given.keys() or any(values.shape != shape for values in given.values()):
+    images, scored = state.chosen_on, state.scored()
+    shape = 1 + RESAMPLES * (state.images[images] > 1), 1 + any(metrics.mask for metrics in scored.values())
+    given = state.resampled[images]
+    if not scored.keys() <= given.keys() or any(values.shape != shape for values in given.values()):
         return f'resampled.{images}'
     return None
 

@@ -9,24 +9,24 @@ from matplotlib.figure import Figure
 from utils.qat.config.qat import SensitiveConfig
 from utils.qat.config.settings import closing
 from utils.qat.config.tables import DEFAULT_TARGET, TARGETS, load_target
+from utils.qat.config.tasks import Task
 from utils.qat.core.errors import QatError, one_line
 from utils.qat.core.files import require_file, write_document, write_json, write_picture
 from utils.qat.core.machine import PACKAGES
 from utils.qat.core.text import escaped, image, literal, markdown_table, visible
 from utils.qat.evaluation.chance import RESAMPLES, in_points, in_words
-from utils.qat.evaluation.score_tables import is_scored, merit_title, score_cells, task_in
+from utils.qat.evaluation.metrics import METRICS, DetectionMetrics
 from utils.qat.run.resume import json_kinds
 from utils.qat.untrusted.json_schema import (
     AGAINST,
     CALIBRATION,
     CHANCE,
-    CLASS_FIGURES,
     COUNT,
-    FIGURES,
     INDEX,
     NONE,
     NUMBER,
     SECONDS,
+    SHARE,
     SQNR,
     anything,
     misfit,
@@ -38,8 +38,8 @@ FILE, KIND, VERSION = 'summary-sensitive-analysis.json', 'yolov9-qat sensitivity
 MEASURED = {
     'divergence': NUMBER,
     'sqnr': SQNR,
-    **{f'{name}?': kind for name, kind in (FIGURES | CLASS_FIGURES).items()},
-    'mask?': FIGURES,
+    **{f'{name}?': SHARE for kind in METRICS for name in kind.columns},
+    'mask?': dict.fromkeys(DetectionMetrics.columns, SHARE),
     'against_float?': AGAINST,
     'against_int8?': CHANCE,
 }
@@ -73,7 +73,7 @@ SUMMARY = {  # see json_schema.misfit
 }
 
 
-def plot_sensitivity(path: Path, summary: dict[str, Any]) -> None:
+def plot_sensitivity(path: Path, summary: dict[str, Any], task: Task) -> None:
     """Draw the distortion of each unit as bars in the order of the network, coloured by kind, and of all in INT8 as a line."""
     units = summary['units']
     kinds = sorted({u['kind'] for u in units})
@@ -89,7 +89,7 @@ def plot_sensitivity(path: Path, summary: dict[str, Any]) -> None:
         yscale='log',
         xlim=(-1, len(units)),
         xlabel='unit',
-        ylabel=f'divergence of the {task_in(summary["int8"]).found}',
+        ylabel=f'divergence of the {task.found}',
         title=f'{literal(summary["weights"])}: each unit alone {change_in(summary)}, {summary["images"]} images',
     )
     axes.grid(axis='y', alpha=0.3)
@@ -176,7 +176,7 @@ def worst(summary: dict[str, Any]) -> list[dict[str, Any]]:
     return sorted(summary['units'], key=lambda u: -u['distortion'])
 
 
-def summary_table(summary: dict[str, Any], limit: int | None = None) -> str:
+def summary_table(summary: dict[str, Any], task: Task, limit: int | None = None) -> str:
     """Format the units of the largest distortion, at most `limit`, the measured ones first, as a Markdown table."""
 
     def gain(unit: dict[str, Any]) -> str:
@@ -206,26 +206,26 @@ def summary_table(summary: dict[str, Any], limit: int | None = None) -> str:
             f'only it {change_in(summary)}, estimated',
             'measured',
             'all but it',
-            f'{merit_title(summary["int8"])} points if {"float" if change_in(summary) == "in INT8" else "as it was"}',
+            f'{task.metrics.choosing()[1]} points if {"float" if change_in(summary) == "in INT8" else "as it was"}',
         ),
         rows,
     )
 
 
-def write_summary(folder: Path, summary: dict[str, Any], following: str) -> None:
+def write_summary(folder: Path, summary: dict[str, Any], task: Task, following: str) -> None:
     """Write a summary as JSON, and as a report: a picture, all units in a table, what the figures mean, and the next command."""
     write_json(folder / FILE, {'kind': KIND, 'version': VERSION, **summary})
-    plot_sensitivity(folder / 'sensitivity.png', summary)
-    title, task, settings = merit_title(summary['int8']), task_in(summary['int8']), summary['settings']
+    plot_sensitivity(folder / 'sensitivity.png', summary, task)
+    (key, title), settings = task.metrics.choosing(), summary['settings']
     lines = [
         f'{len(summary["units"])} units ({settings["granularity"]}), {summary["images"]} images '
         f'{task.seen_as(settings["imgsz"], True)}. Divergence of the {task.found} from '
         f"the float model's with all {change_in(summary)}: {summary['int8']['divergence']:.5f}."
     ]
-    if is_scored(summary['int8']):
+    if key in summary['int8']:
         masks = 'mask' in summary['int8']
         ap = {
-            model: score_cells(summary[model])[0] + (f' (masks {summary[model]["mask"]["ap"]:.4f})' if masks else '')
+            model: f'{summary[model][key]:.4f}' + (f' (masks {summary[model]["mask"][key]:.4f})' if masks else '')
             for model in ('float', 'int8')
         }
         lines.append(
@@ -249,7 +249,7 @@ def write_summary(folder: Path, summary: dict[str, Any], following: str) -> None
         [
             f'**{escaped(headline)}**',
             '\n'.join(lines),
-            summary_table(summary),
+            summary_table(summary, task),
             image('distortion of each unit', 'sensitivity.png'),
             '## Times',
             escaped(', '.join(f'{what} {seconds:.1f} s' for what, seconds in summary['times'].items())),

@@ -4,74 +4,160 @@ The models of all stages are scored on the same images, and these scores choose 
 epoch 0, the calibrated model. They are compared by their AP on the same resamples of the images: see chance.py.
 """
 
-from dataclasses import dataclass, field
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from utils.qat.core.errors import QatError
+from utils.qat.core.machine import PACKAGES
 from utils.qat.evaluation.chance import difference, difference_of_merit
-from utils.qat.evaluation.score_tables import is_scored, merit
+from utils.qat.evaluation.metrics import METRICS, Metrics, from_json
+from utils.qat.untrusted.json_schema import AGAINST, CALIBRATION, COUNT, NONE, NUMBER, POSITIVE, SECONDS, SQNR, anything
 
 FLOAT, ADAPTED, PTQ, BEST, EPOCH = 'float', 'adapted', 'PTQ', 'best', 'epoch {}'  # names of the scored models
 LAST = 3  # last epochs whose mean AP is reported: unlike the best epoch, their mean is not the maximum of many
 STATE = 'weights/resume.pt'  # in the run's folder
+NAMED = re.compile(r'weights/[^/\0]*\.pt')
 FORMAT = 3  # of the file; in format 1 a part of it was in report.json, format 2 had no adaptation
 
 
 @dataclass
-class State:
-    """The settings of a run, and the results of its stages so far. All but `resampled` and `training` are plain values."""
+class Stage:
+    """A model of a run, and what was measured of it."""
 
-    settings: dict[str, Any]  # see QuantizeConfig.plain
-    versions: dict[str, str]
-    device: str
-    machine: dict[str, Any]
-    classes: dict[str, str]  # class index → name
-    images: dict[str, int]  # 'val', 'held out' and 'train' → number of images
-    origin: dict[str, Any] | None = None  # plain metrics of the float model
-    # Plain metrics of the float model with other activation functions, 'file' and 'loss'; None without --activation
-    adapted: dict[str, Any] | None = None
-    kept_activations: list[str] = field(default_factory=list)  # paths of functions that a summary left as they were
-    calibration: dict[str, Any] | None = None  # see ptq.calibrated
-    kept_float: list[str] = field(default_factory=list)  # paths of blocks
-    ptq: Any = None  # plain metrics of the calibrated model, and 'file'
-    epochs: list[dict[str, Any]] = field(
-        default_factory=list
-    )  # the same of each scored epoch, 'epoch' from 1 and 'loss'
-    val: dict[str, Any] | None = None  # plain metrics on val, if held-out images chose
-    times: dict[str, float] = field(default_factory=dict)  # work → seconds
-    changed: dict[str, dict[str, str]] = field(default_factory=dict)  # changed versions in a resumed run, by time
-    resampled: dict[str, dict[str, np.ndarray]] = field(default_factory=dict)  # images → model → chance.resampled_ap
-    training: dict[str, Any] | None = (
-        None  # the last finished epoch of the adaptation or the fine-tuning, see loop.Epoch
+    metrics: Any = None  # Metrics; None if it is not scored
+    file: str = ''  # in the folder; '' of the float model
+    epoch: int | None = None  # of the fine-tuning, from 1; of the best model 0 = calibrated
+    loss: float | None = None  # of the last epoch that it learnt
+    against_float: Any = None  # see chance.difference
+    sqnr: dict[str, float] | None = None  # of each part of the head's outputs, in dB
+
+    def to_json(self) -> dict[str, Any]:
+        """Return plain values, the metrics among them."""
+        own = {name: value for name, value in vars(self).items() if name in OWN and value not in (None, '')}
+        return {**(self.metrics.to_json() if self.metrics else {}), **own}
+
+    @classmethod
+    def of(cls, values: dict[str, Any] | None) -> 'Stage | None':
+        """Read what `to_json` returned."""
+        own = {name: value for name, value in (values or {}).items() if name in OWN}
+        return None if values is None else cls(from_json(values), **own)
+
+
+OWN = 'file', 'epoch', 'loss', 'against_float', 'sqnr'
+
+
+def kept(kind: Any, **default: Any) -> Any:
+    """Make a field of State; `kind` says what its plain values are in the file, which is untrusted, see json_schema."""
+    return field(metadata={'kind': kind}, **default)
+
+
+def _file(value: Any) -> bool:
+    """Tell whether a value is the path of a checkpoint in the folder."""
+    return type(value) is str and NAMED.fullmatch(value) is not None and not value.startswith('weights/.')
+
+
+def _shares(value: Any) -> bool:
+    """Tell whether a value is a chance.resampled_ap."""
+    known = type(value) is np.ndarray and value.dtype == np.float64 and value.ndim == 2
+    return known and bool(((value >= 0) & (value <= 1)).all())
+
+
+SCORES = tuple(kind.kinds for kind in METRICS)
+SCORED = tuple({**scores, 'sqnr': SQNR, 'against_float?': AGAINST, 'file': _file} for scores in SCORES)
+LOSS = NONE, POSITIVE  # of an adaptation; None if nothing was learnt
+EPOCH_KIND = {'number': COUNT, 'loss': POSITIVE, 'steps': COUNT, 'seconds': SECONDS}
+IN_STEP = {'tensors': dict, 'optimizer': dict}  # training_step.TrainingStep compares the tensors with its own
+
+
+@dataclass
+class State:
+    """The settings of a run, and the results of its stages so far."""
+
+    settings: dict[str, Any] = kept({str: anything})  # see QuantizeConfig.plain; resume.py checks them
+    versions: dict[str, str] = kept(dict.fromkeys(('python', *PACKAGES), str))
+    device: str = kept(str)
+    machine: dict[str, Any] = kept({str: (str, bool, NUMBER, {str: str})})
+    classes: dict[str, str] = kept({str: str})  # class index → name
+    images: dict[str, int] = kept({'val': COUNT, 'held out?': COUNT, 'train': COUNT})  # their number
+    origin: Stage | None = kept((NONE, *SCORES), default=None)  # the float model
+    # The float model with other activation functions; None without --activation
+    adapted: Stage | None = kept((NONE, *({'loss': LOSS, **kind} for kind in ({'file': _file}, *SCORED))), default=None)
+    kept_activations: list[str] = kept(
+        [str], default_factory=list
+    )  # paths of functions that a summary left as they were
+    calibration: dict[str, Any] | None = kept((NONE, CALIBRATION), default=None)  # see ptq.calibrated
+    kept_float: list[str] = kept([str], default_factory=list)  # paths of blocks
+    ptq: Any = kept((NONE, {'file': _file}, *SCORED), default=None)  # Stage: the calibrated model; None before
+    epochs: list[Stage] = kept(
+        [tuple({'epoch': COUNT, 'loss': POSITIVE, **kind} for kind in SCORED)], default_factory=list
     )
+    val: dict[str, Stage] | None = kept(
+        NONE, default=None
+    )  # 'origin', 'adapted', 'ptq' and 'best', if held-out images chose
+    times: dict[str, float] = kept({str: SECONDS}, default_factory=dict)  # work → seconds
+    changed: dict[str, dict[str, str]] = kept(
+        {str: {str: str}}, default_factory=dict
+    )  # by time: versions in a resumed run
+    # images → model → chance.resampled_ap
+    resampled: dict[str, dict[str, np.ndarray]] = kept(
+        {'val': {str: _shares}, 'held out?': {str: _shares}}, default_factory=dict
+    )
+    # The last finished epoch of the adaptation or the fine-tuning, see loop.Epoch
+    training: dict[str, Any] | None = kept((NONE, {**EPOCH_KIND, 'state': IN_STEP}), default=None)
 
     @property
     def chosen_on(self) -> str:
         """The images that choose the best model: those held out, or else val."""
         return 'held out' if 'held out' in self.images else 'val'
 
+    def models(self) -> Iterator[tuple[str, Stage]]:
+        """Yield the models so far, with their names in the tables, in the order of the run."""
+        named = (FLOAT, self.origin), (ADAPTED, self.adapted), (PTQ, self.ptq)
+        yield from ((name, stage) for name, stage in named if stage)
+        yield from ((EPOCH.format(stage.epoch), stage) for stage in self.epochs)
+
+    def scored(self) -> dict[str, Metrics]:
+        """Return the metrics of the models that are scored, by their names."""
+        return {name: stage.metrics for name, stage in self.models() if stage.metrics}
+
     @property
-    def best(self) -> dict[str, Any] | None:
-        """The best stage by score_tables.merit, the first of equals; None before the first epoch."""
+    def best(self) -> Stage | None:
+        """The best stage by Metrics.merit, the first of equals; None before the first epoch. Its file is not the copy."""
         if not self.epochs:
             return None
-        ptq = [{'epoch': 0, **self.ptq}] if is_scored(self.ptq) else []  # fine-tuning may gain nothing
-        return max([*ptq, *self.epochs], key=merit)
+        ptq = [replace(self.ptq, epoch=0)] if self.ptq and self.ptq.metrics else []  # fine-tuning may gain nothing
+        return max([*ptq, *self.epochs], key=lambda stage: stage.metrics.merit)
 
     @property
     def best_file(self) -> str:
         """Name the copy of the best model as levipereira/yolov9-qat does."""
         return f'weights/qat_best_{Path(self.settings["weights"]).stem}.pt'
 
+    def delivered(self) -> tuple[str, Stage, str]:
+        """Return the model that the run delivers, as it was scored last: its name, what was measured, and the images of the score."""
+        if on_val := (self.val or {}).get('best'):
+            return BEST, on_val, 'val'
+        best = self.best or self.ptq or Stage()
+        return EPOCH.format(best.epoch) if best.epoch else PTQ, best, self.chosen_on
+
     @property
     def gain(self) -> dict[str, Any] | None:
         """Compare the best model with PTQ; None if one of the two is not scored."""
-        best, of = self.best, self.resampled['val' if self.val else self.chosen_on]
-        name = BEST if self.val else EPOCH.format(best['epoch']) if best and best['epoch'] else PTQ
-        return difference_of_merit(of[PTQ], of[name]) if best and PTQ in of else None
+        name, _, images = self.delivered()
+        of = self.resampled[images]
+        return difference_of_merit(of[PTQ], of[name]) if self.best and PTQ in of else None
+
+    @property
+    def against_adapted(self) -> dict[str, Any] | None:
+        """Compare the delivered model with the adapted one, of which it was quantized; None if one of the two is not scored."""
+        name, _, images = self.delivered()
+        of = self.resampled[images]
+        return difference(of[ADAPTED], of[name]) if ADAPTED in of and name in of else None
 
     @property
     def last_epochs(self) -> dict[str, Any] | None:
@@ -81,17 +167,39 @@ class State:
             return None
         return difference(of[FLOAT], sum(of[EPOCH.format(n)] for n in range(number - LAST + 1, number + 1)) / LAST)
 
+    def to_json(self) -> dict[str, Any]:
+        """Return the fields as plain values, but for the arrays and tensors of `resampled` and `training`."""
+        found = {name: _plain(value) for name, value in vars(self).items()}
+        if self.adapted:
+            found['adapted'].setdefault('loss', None)  # of functions that need no learning
+        return found
+
+    @classmethod
+    def of(cls, values: dict[str, Any]) -> 'State':
+        """Read what `to_json` returned."""
+        stages: dict[str, Any] = {name: Stage.of(values[name]) for name in ('origin', 'adapted', 'ptq')}
+        return cls(**{**values, **stages, 'epochs': [Stage.of(values) for values in values['epochs']]})
+
     def report(self) -> dict[str, Any]:
         """Return the content of report.json."""
         beside = {'resampled', 'training', *(() if self.changed else ('changed',))}
-        best = self.best
         return {
-            **{name: value for name, value in vars(self).items() if name not in beside},
+            **{name: value for name, value in self.to_json().items() if name not in beside},
             'chosen_on': self.chosen_on,
-            'best': {**best, 'file': self.best_file} if best else None,
+            'best': {**self.best.to_json(), 'file': self.best_file} if self.best else None,
             'gain': self.gain,
             'last_epochs': self.last_epochs,
+            **({'against_adapted': self.against_adapted} if self.adapted else {}),
         }
+
+
+def _plain(value: Any) -> Any:
+    """Make plain values of a stage, of stages in a list and of stages in a dict."""
+    if isinstance(value, dict):
+        return {key: _plain(part) for key, part in value.items()}
+    if isinstance(value, list):
+        return [_plain(part) for part in value]
+    return value.to_json() if isinstance(value, Stage) else value
 
 
 def unfit_state(folder: Path, wrong: str) -> QatError:

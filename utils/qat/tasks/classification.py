@@ -11,6 +11,7 @@ from utils.qat.config.common import LabelledConfig
 from utils.qat.config.settings import Sides
 from utils.qat.config.tasks import Labelled, Task
 from utils.qat.core.errors import QatError
+from utils.qat.evaluation.metrics import ClassMetrics
 
 if TYPE_CHECKING:
     import torch
@@ -32,8 +33,7 @@ class Classification(Task):
     placeholder = 'FOLDER'
     steps = ('pre', 'inference')
     parts = ('scores',)
-    keys = ('top1', 'top5', 'mean_class', 'agreement')
-    columns = ('top-1', 'top-5', 'mean of classes', 'agreement')
+    metrics = ClassMetrics
 
     def has_data(self, path: str | Path) -> bool:
         """Tell whether `path` is a folder; Path.is_dir raises an error for a name that is too long."""

@@ -12,6 +12,7 @@ from utils.qat.config.common import LabelledConfig, LoaderConfig
 from utils.qat.config.settings import Sides
 from utils.qat.config.tasks import Labelled, Task
 from utils.qat.core.errors import QatError
+from utils.qat.evaluation.metrics import DetectionMetrics
 
 if TYPE_CHECKING:
     import torch
@@ -32,8 +33,7 @@ class Detection(Task):
     takes = 'a data YAML with train:, val: and names:'
     placeholder = 'DATA.yaml'
     parts: tuple[str, ...] = ('boxes', 'classes')
-    keys = ('ap', 'ap50', 'precision', 'recall')
-    columns = ('AP', 'AP50', 'P', 'R')
+    metrics = DetectionMetrics
 
     def has_data(self, path: str | Path) -> bool:
         """Tell whether `path` is a file; Path.is_file raises an error for a name that is too long."""

@@ -32,26 +32,8 @@ def items(fits: Callable[[Any], bool], low: int, high: float = math.inf) -> Call
 SHARE, COUNT, NUMBER, SECONDS = between(0, 1), between(1, 2**53, (int,)), between(-1e30, 1e30), between(0, 1e10)
 INDEX, POSITIVE = between(0, 2**53, (int,)), between(0, 1e30)
 DECIBELS = between(-math.inf, math.inf, (float,))  # infinite if two models give the same values
-FIGURES = {'ap': SHARE, 'ap50': SHARE, 'precision': SHARE, 'recall': SHARE}
-COCO = {'ap': NUMBER, 'ap50': NUMBER, 'ap75': NUMBER}
 CHANCE = {'difference': between(-1, 1), 'chance': POSITIVE}  # chance.difference, and with masks:
 AGAINST = {**CHANCE, 'mask?': CHANCE}
-METRICS = {  # evaluate.Metrics.plain
-    **FIGURES,
-    'images': COUNT,
-    'instances': COUNT,
-    'mask?': {**FIGURES, 'coco?': COCO},
-    'coco?': COCO,
-    'per_class': [{'class': INDEX, 'name': str, 'instances': INDEX, **FIGURES, 'mask?': (NONE, FIGURES)}],
-}
-CLASS_FIGURES = {'top1': SHARE, 'top5': SHARE, 'mean_class': SHARE}
-CLASS_METRICS = {  # classes.ClassMetrics.plain, and beside the float model classes.distance
-    **CLASS_FIGURES,
-    'images': COUNT,
-    'agreement?': SHARE,
-    'divergence?': NUMBER,
-    'per_class': [{'class': INDEX, 'name': str, 'images': COUNT, 'top1': SHARE, 'top5': SHARE}],
-}
 SQNR = {str: DECIBELS}
 CALIBRATION = {'method': str, 'biases?': str, 'divergence': {str: NUMBER}}
 

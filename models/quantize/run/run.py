@@ -1,0 +1,204 @@
+"""A run of `quantize`: what it works on, its state, and its files.
+
+Every file but the log is complete at any moment. All processes of a torchrun call the same methods; only the first writes.
+"""
+
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch.nn as nn
+from torch.utils.data import DataLoader
+
+from models.quantize.activations import chosen_activations
+from models.quantize.blocks import is_quantized
+from models.quantize.checkpoint import CheckpointFile, save_float, save_quantized
+from models.quantize.kept import Kept, kept_of
+from models.quantize.network import require_known_head
+from models.quantize.run.inputs import Inputs
+from utils.qat.core.distributed import from_first, is_first, on_first
+from utils.qat.core.errors import QatError
+from utils.qat.core.files import TEMPORARY, atomic, write_torch
+from utils.qat.core.log import LOGGER
+from utils.qat.core.machine import describe, machine, versions
+from utils.qat.core.run_folder import DELIVERED
+from utils.qat.data.dataset import MILD, VARIED, load_hyp
+from utils.qat.evaluation.detection_scores import require_annotations
+from utils.qat.evaluation.metrics import Metrics
+from utils.qat.run.report import write_report
+from utils.qat.run.state import FORMAT, STATE, State
+
+UNSCORED = 'weights/.unscored.pt'  # a model before its name is known
+
+
+@dataclass
+class Run(Inputs):
+    """A run of `quantize` in `folder`, PROJECT/NAME; `start` opens the folder and makes the state, or reads it to go on."""
+
+    scored: dict[str, DataLoader]  # 'val', and 'held out' if images are held out
+    float_blocks: Kept = Kept([])
+    float_functions: Kept = Kept([])  # activation functions that are not exchanged
+    calibration: Any = None  # Images; None in a run that goes on after the calibration
+    adaptation: Any = None  # TrainingImages; None if no activation function has to be learnt
+    training: Any = None  # TrainingImages; None without fine-tuning
+    folder: Path = field(init=False)
+    state: State = field(init=False)
+
+    def start(self, folder: Path) -> None:
+        """Open the folder. With config.resume the state is that of the interrupted run; a new run deletes unfinished files.
+
+        Raises QatError if the run cannot be resumed, or if the float model has the name that the run gives its best model.
+        """
+        self.folder = folder
+        if self.config.resume:
+            from utils.qat.run.resume import read_state  # here, because few runs need it
+
+            self.state = read_state(folder)  # read again, because now no other process writes it
+            self._require_images()
+            self._note_changes()
+            return
+        weights = self.config.weights
+        if (folder / DELIVERED).resolve() == weights.resolve():
+            raise QatError(f'--weights {weights}: the run would write its best model there; choose another --name')
+        settings = self.config.plain()
+        del settings['resume']  # no setting of the run
+        self.state = State(
+            settings=settings,
+            versions=versions(),
+            device=describe(self.device),
+            machine=machine(self.device),
+            classes={str(i): name for i, name in self.images.data.names.items()},
+            images=self.numbers(),
+            resampled={name: {} for name in self.scored},
+        )
+        on_first((folder / 'weights').mkdir)(exist_ok=True)
+        self.clear_up()
+        self._forget()
+        self.report()
+
+    def numbers(self) -> dict[str, int]:
+        """Count the images of 'val', 'held out' and 'train'."""
+        learnt = self.training or self.adaptation
+        loaders = {**self.scored, **({'train': learnt.loader} if learnt else {})}
+        return {name: len(loader.dataset) for name, loader in loaders.items()}
+
+    def _require_images(self) -> None:
+        """Raise QatError unless there are as many images as when the run was started."""
+        now, before, data = self.numbers(), self.state.images, self.images.data.file
+        if now != before:
+            raise QatError(
+                f'--resume {self.folder}: {data} had {before} images when the run was started, and has {now}; '
+                'put the old ones back, or start a new run'
+            )
+
+    def _note_changes(self) -> None:
+        """Warn of other library versions or another device, which change figures slightly, and report them."""
+        state = self.state
+        now, before = {**versions(), 'device': describe(self.device)}, {**state.versions, 'device': state.device}
+        changed = {k: v for k, v in now.items() if v != before[k]}
+        if changed:
+            LOGGER.warning(
+                'not what the run was started with, so figures may differ a little from those of a run that was not '
+                'interrupted: ' + ', '.join(f'{k} {before[k]}, now {v}' for k, v in changed.items())
+            )
+            epoch = state.training['number'] if state.training else 0
+            state.changed[f'after epoch {epoch}'] = changed
+
+    @contextmanager
+    def saved(self, model: nn.Module) -> Iterator[None]:
+        """Save a model, quantized or in float, as UNSCORED, to score it and to give the file its name; else the file is deleted."""
+        try:
+            if is_quantized(model):
+                recipe = {**self.state.settings, 'kept_float': self.state.kept_float}
+                on_first(save_quantized)(self.folder / UNSCORED, model, recipe, self.sha256)
+            else:
+                on_first(save_float)(self.folder / UNSCORED, model, self.sha256)
+            yield
+        finally:
+            on_first((self.folder / UNSCORED).unlink)(missing_ok=True)
+
+    def named(self, start: str, metrics: Metrics | None) -> str:
+        """Rename the saved file; its name has the score, after `start`. Returns the path in the folder."""
+        key, _ = self.task.metrics.choosing()
+        score = f'{getattr(metrics, key):.4f}' if metrics else 'unknown'
+        file = f'weights/{start}_{key}_{score}_{self.config.weights.stem}.pt'
+        on_first(os.replace)(self.folder / UNSCORED, self.folder / file)
+        return file
+
+    def load(self, file: str) -> nn.Module:
+        """Load a model that `saved` wrote. Raises QatError if it was made from another float checkpoint."""
+        from_first()  # the others wait for the file
+        checkpoint = CheckpointFile(self.folder / file)
+        if checkpoint.kind == 'float':
+            made, model = checkpoint.load_dual_or_float(self.device)
+        else:
+            model, made = checkpoint.load_quantized(self.device)
+        if made.get('source_sha256') != self.sha256:
+            raise QatError(
+                f'--resume {self.folder}: {self.config.weights} is another file than the run was started with (its SHA-256 '
+                'differs); put the old one back, or start a new run'
+            )
+        return model
+
+    def keep(self) -> None:
+        """Write the state, from which a resumed run continues."""
+        on_first(write_torch)(self.folder / STATE, {'format': FORMAT, **self.state.to_json()})
+
+    def report(self, finished: bool = False) -> None:
+        """Write the report; `finished`: draw the pictures too, which takes a while."""
+        on_first(write_report)(self.folder, self.state, self.task, finished)
+
+    def copy(self, file: str, *copies: str) -> None:
+        """Copy a file in the folder."""
+        for copy in copies if is_first() else ():
+            with atomic(self.folder / copy) as tmp:
+                shutil.copyfile(self.folder / file, tmp)
+
+    def finish(self) -> None:
+        """Write the last report, and delete the state."""
+        self.report(finished=True)
+        self._forget()
+
+    def _forget(self) -> None:
+        on_first((self.folder / STATE).unlink)(missing_ok=True)
+
+    def clear_up(self) -> None:
+        """Delete the unfinished files of a killed process; links and folders stay."""
+        for path in (*self.folder.iterdir(), *(self.folder / 'weights').iterdir()) if is_first() else ():
+            unfinished = path == self.folder / UNSCORED or TEMPORARY.fullmatch(path.name)
+            if unfinished and path.is_file() and not path.is_symlink():
+                path.unlink()
+
+
+def open_run(inputs: Inputs) -> Run:
+    """Open the images of a run of `quantize`, and choose the blocks that stay in float; nothing is written."""
+    config, images, task, model = inputs.config, inputs.images, inputs.task, inputs.model
+    if config.hyp and not task.augments:
+        raise QatError(f'--hyp {config.hyp}: images of {task.title} are not augmented, leave it out')
+    if config.epochs and config.task_loss:
+        require_known_head(model, f'--task-loss {config.task_loss}', 'give --task-loss 0')
+    if config.exchanges:
+        chosen_activations(model, config)  # --activation-only is refused before anything is written
+    is_scored = bool(config.epochs or config.eval_origin or config.eval_ptq or config.max_drop is not None)
+    scored = {'val': images.scored(need_labels=is_scored)}
+    if is_scored:
+        require_annotations(images.data, scored['val'].dataset.im_files)
+    if config.val_split:
+        scored['held out'] = images.scored(split='held out')
+    hyp, relu = load_hyp(config.hyp) if config.hyp else None, config.activation == 'relu'
+    augments = relu and task.augments and len(set(config.imgsz)) == 1
+    varied, mild = (VARIED, MILD) if augments else (None, None)
+    run = Run(**vars(inputs), scored=scored)
+    if config.exchanges or not config.resume:  # a resumed run with --activation may lack the calibration
+        run.float_blocks, run.float_functions = kept_of(model, config, inputs.sha256)
+        run.adaptation = images.training(hyp or varied) if relu else None
+        run.calibration = images.calibration()
+    if config.epochs:
+        run.training = images.training(hyp or mild, labels=config.task_loss > 0)
+        if relu:
+            run.training.fill(config.iters)
+    return run

@@ -87,7 +87,7 @@ def compare_images(
     if config.data:
         data = task.labelled(config, max(models, key=lambda m: m.stride), size)
         loader, names = data.loader, data.names
-        examples = Examples(config.show, len(loader.dataset), task, data, config.top)
+        examples = Examples(config.show, task, data, config.top)
     elif config.random:
         loader = random_images(config.random, config.batch_size, size, config.seed)
     reference, *others = models

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from utils.qat.backends.detections import ClassTruth
-from utils.qat.evaluation.chance import draw_resamples
+from utils.qat.evaluation.chance import chance_of_share, draw_resamples
 
 TOP = 5
 
@@ -40,7 +40,7 @@ class ClassMetrics:
     top5: float  # whose class has one of the five highest scores
     mean_class: float  # mean over the classes of their top-1
     images: int
-    per_class: list[dict[str, Any]]  # {class, name, images, top1, top5} of each class that has images
+    per_class: list[dict[str, Any]]  # {class, name, images, top1, top5, chance of top1} of each class that has images
     ms_per_image: dict[str, float] = field(default_factory=dict)  # of each step
     resampled: np.ndarray | None = None  # top-1 on resamples, [1 + RESAMPLES, 1]; see chance.py
     scores: torch.Tensor | None = None  # FP32 [images, C], by the names of the images' files
@@ -81,6 +81,7 @@ class ClassScorer:
                 'name': self.names[c],
                 'images': int((true == c).sum()),
                 **dict(zip(('top1', 'top5'), hits[true == c].mean(0).tolist())),
+                'chance': chance_of_share(hits[true == c, 0]),
             }
             for c in np.unique(true).tolist()
         ]

@@ -22,7 +22,7 @@ from utils.qat.core.log import LOGGER
 from utils.qat.data.dataset import Data
 from utils.qat.data.image_folders import ImageFolders
 from utils.qat.data.masks import Masks, resized
-from utils.qat.evaluation.chance import resampled_ap
+from utils.qat.evaluation.chance import chances, resampled_ap
 
 AT_ONCE = 32  # masks at the size of the image in memory
 IOUS = torch.linspace(0.5, 0.95, 10)  # AP is the mean over these IoU
@@ -123,7 +123,7 @@ class Metrics:
     recall: float
     images: int
     instances: int
-    # {class, name, instances, ap, ap50, precision, recall} of each class, and `mask` as below
+    # {class, name, instances, ap, ap50, precision, recall} of each class, `mask` as below, and if resampled `chance` of its AP
     per_class: list[dict[str, Any]] = field(default_factory=list)
     mask: dict[str, Any] | None = None  # ap, ap50, precision, recall of masks, and `coco` as below; None without masks
     coco: dict[str, float] | None = None  # pycocotools' figures; None if the data is not COCO
@@ -188,7 +188,13 @@ class Scorer:
             for row in metrics.per_class:
                 row['mask'] = masks_by_class.get(row['class'])
         if resample:
-            metrics.resampled = resampled_ap([matches for _, matches in sorted(images, key=lambda image: image[0])])
+            by_class: dict[int, np.ndarray] = {}
+            ordered = [matches for _, matches in sorted(images, key=lambda image: image[0])]
+            metrics.resampled = resampled_ap(ordered, by_class)
+            for row in metrics.per_class:
+                for part, chance in zip((row, row.get('mask')), chances(by_class[row['class']])):
+                    if part:
+                        part['chance'] = chance
         return metrics
 
 

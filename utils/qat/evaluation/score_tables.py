@@ -105,9 +105,9 @@ def plot_classes(path: Path, models: dict[str, dict[str, Any]]) -> None:
     key, *_ = score_keys(next(iter(models.values())))
     of = {'boxes': 'AP of boxes (IoU 0.50:0.95)', 'masks': 'AP of masks (IoU 0.50:0.95)', 'classes': 'top-1 accuracy'}
     whole = 'boxes' if key == 'ap' else 'classes'
-    parts = {whole: lambda row: row.get(key)}
+    parts = {whole: lambda row: row}
     if all('mask' in metrics for metrics in models.values()):
-        parts['masks'] = lambda row: (row.get('mask') or {}).get('ap')
+        parts['masks'] = lambda row: row.get('mask') or {}
     # of the last model that has the class
     ap_of = {row['name']: row.get(key) or 0 for metrics in models.values() for row in metrics['per_class']}
     worst = sorted(ap_of, key=ap_of.__getitem__)[:MOST]
@@ -116,16 +116,18 @@ def plot_classes(path: Path, models: dict[str, dict[str, Any]]) -> None:
     figure = Figure(figsize=(4 + 3 * panels, 1.5 + (0.12 + 0.12 * len(models)) * len(names)), layout='constrained')
     row_of_axes = iter(figure.subplots(1, panels, sharey=True, squeeze=False)[0])
     first, *others = models
-    for part, ap in parts.items():
+    for part, of_row in parts.items():
         axes = next(row_of_axes)
-        found = {
-            model: {row['name']: ap(row) or 0 for row in metrics['per_class']} for model, metrics in models.items()
-        }
+        rows = {model: {row['name']: of_row(row) for row in metrics['per_class']} for model, metrics in models.items()}
+        part_key = 'ap' if part == 'masks' else key
+        found = {model: {n: row.get(part_key) or 0 for n, row in named.items()} for model, named in rows.items()}
         for i, (model, metrics) in enumerate(models.items()):
             places, height = bar_places(range(len(names)), i, len(models))
             mean = (metrics if part == whole else metrics['mask'])[key]
             bars, label = [found[model].get(name, 0) for name in names], literal(f'{model} {mean:.4f}')
-            axes.barh(places, bars, height, color=f'C{i}', label=label)
+            chances = [rows[model].get(name, {}).get('chance', 0) for name in names]
+            intervals = {'xerr': chances, 'ecolor': '0.3', 'error_kw': {'linewidth': 1}} if any(chances) else {}
+            axes.barh(places, bars, height, color=f'C{i}', label=label, **intervals)
             axes.axvline(mean, linestyle='--', color=f'C{i}', linewidth=1)
         axes.set(xlim=(0, 1), xlabel=f'{of[part]}; dashed: {"mean" if key == "ap" else "all images"}')
         small = {'frameon': False, 'fontsize': 8, 'handlelength': 1, 'columnspacing': 1}

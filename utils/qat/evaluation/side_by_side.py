@@ -67,6 +67,17 @@ class Example:
         """Convert to plain values, without the image."""
         return {'image': self.path, 'lines': [asdict(line) for line in self.lines]}
 
+    @property
+    def difference(self) -> float:
+        """The sum of the differences of scores between the reference and the others; a missing detection has the score 0."""
+        total = 0.0
+        for line in self.lines:
+            first = line.reference.score if line.reference else 0.0
+            for found, mark in zip(line.others, line.marks):
+                other = found.score if found else 0.0
+                total += abs(first) + abs(other) if mark == CLASS else abs(first - other) if mark else 0.0
+        return total
+
 
 def _new_line(found: Found, which: int, others: int) -> Line:
     """Make the line for a detection or class that only one of the other models has: number `which` of `others`, from 0."""
@@ -141,23 +152,23 @@ def class_lines(scores: Sequence[torch.Tensor], names: Mapping[int, str], top: i
 
 
 class Examples:
-    """Examples from a series of images, evenly spread; `found` has those so far."""
+    """Examples from a series of images, those that differ most; `found` has those so far, the largest difference first."""
 
-    def __init__(self, number: int, images: int, task: Task, data: Labelled, top: int) -> None:
-        """Start without examples: take `number` of the `images` that will come, and the `top` detections of each."""
-        self.wanted = {i * images // number for i in range(number)} if number else set()
-        self.task, self.names, self.top, self.seen = task, data.names, top, 0
+    def __init__(self, number: int, task: Task, data: Labelled, top: int) -> None:
+        """Start without examples: keep `number` of the images that will come, and the `top` detections of each."""
+        self.number, self.task, self.names, self.top = number, task, data.names, top
         self.mean, self.std = (torch.tensor(three).view(3, 1, 1) for three in (data.mean, data.std))
         self.found: list[Example] = []
 
     def look(self, image: torch.Tensor, path: str, found: Sequence[torch.Tensor]) -> None:
         """Take the next image: FP32 [3, H, W]; its path; detections [n, 6], or scores [C], of each model."""
-        number, self.seen = self.seen, self.seen + 1
-        if number not in self.wanted:
+        if not self.number:
             return
         lines = self.task.lines(found, self.names, self.top)
         pixels = ((image * self.std + self.mean).clamp(0, 1) * 255).round().byte().permute(1, 2, 0).numpy()
-        self.found.append(Example(pixels, path, lines))
+        if lines:
+            examples = [*self.found, Example(pixels, path, lines)]
+            self.found = sorted(examples, key=lambda example: -example.difference)[: self.number]
 
 
 def example_table(example: Example, models: Sequence[str]) -> str:

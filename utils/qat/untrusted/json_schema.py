@@ -36,13 +36,14 @@ FIGURES = {'ap': SHARE, 'ap50': SHARE, 'precision': SHARE, 'recall': SHARE}
 COCO = {'ap': NUMBER, 'ap50': NUMBER, 'ap75': NUMBER}
 CHANCE = {'difference': between(-1, 1), 'chance': POSITIVE}  # chance.difference, and with masks:
 AGAINST = {**CHANCE, 'mask?': CHANCE}
+OF_CLASS = {**FIGURES, 'chance?': SHARE}
 METRICS = {  # evaluate.Metrics.plain
     **FIGURES,
     'images': COUNT,
     'instances': COUNT,
     'mask?': {**FIGURES, 'coco?': COCO},
     'coco?': COCO,
-    'per_class': [{'class': INDEX, 'name': str, 'instances': INDEX, **FIGURES, 'mask?': (NONE, FIGURES)}],
+    'per_class': [{'class': INDEX, 'name': str, 'instances': INDEX, **OF_CLASS, 'mask?': (NONE, OF_CLASS)}],
 }
 CLASS_FIGURES = {'top1': SHARE, 'top5': SHARE, 'mean_class': SHARE}
 CLASS_METRICS = {  # classes.ClassMetrics.plain, and beside the float model classes.distance
@@ -50,7 +51,7 @@ CLASS_METRICS = {  # classes.ClassMetrics.plain, and beside the float model clas
     'images': COUNT,
     'agreement?': SHARE,
     'divergence?': NUMBER,
-    'per_class': [{'class': INDEX, 'name': str, 'images': COUNT, 'top1': SHARE, 'top5': SHARE}],
+    'per_class': [{'class': INDEX, 'name': str, 'images': COUNT, 'top1': SHARE, 'top5': SHARE, 'chance?': SHARE}],
 }
 SQNR = {str: DECIBELS}
 CALIBRATION = {'method': str, 'biases?': str, 'divergence': {str: NUMBER}}

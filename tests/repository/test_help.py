@@ -8,7 +8,7 @@ import sys
 import pytest
 from conftest import REPO, copy_upstream
 
-VERBS = {'qat.py': ('quantize', 'sensitive', 'eval')}
+VERBS = {'qat.py': ('ship', 'quantize', 'sensitive', 'eval')}
 FILES = sorted(
     f.relative_to(REPO).as_posix()
     for folder in ('', 'segment', 'classify', 'scripts', 'examples', 'demo')

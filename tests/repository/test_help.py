@@ -47,7 +47,7 @@ def show_help(patched, command, *options, **environment):
 
 
 def test_all_commands_are_there():
-    assert {('qat.py', 'eval'), ('reparameterization.py',), ('scripts/build_engine.py',), ('demo/summary.py',)} <= set(
+    assert {('qat.py', 'eval'), ('reparameterization.py',), ('scripts/build_engine.py',), ('demo/weights.py',)} <= set(
         COMMANDS
     )
 

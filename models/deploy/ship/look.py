@@ -16,6 +16,7 @@ from utils.qat.backends.pytorch import TorchModel
 from utils.qat.config.ship import EPOCHS, ShipConfig
 from utils.qat.config.tables import TARGETS
 from utils.qat.core.errors import QatError
+from utils.qat.core.files import TREE
 from utils.qat.core.log import LOGGER, quiet_upstream
 from utils.qat.core.machine import describe, select_device
 from utils.qat.data.loaders import Loaders
@@ -88,8 +89,9 @@ def _seconds(model: TorchModel, images: torch.Tensor) -> float:
 
 
 def _digest(weights: str, datasets: Iterable[Any]) -> str:
-    """Digest the weights, and the names, sizes and times of all images and labels."""
-    found = hashlib.sha256(weights.encode())
+    """Digest the weights, this toolkit, and the names, sizes and times of all images and labels."""
+    patched = TREE / '.yolov9-qat.manifest'  # the versions of our files
+    found = hashlib.sha256(weights.encode() + (patched.read_bytes() if patched.is_file() else b''))
     for file in (f for d in datasets for f in (*d.im_files, *getattr(d, 'label_files', ()))):
         about = os.stat(file) if os.path.exists(file) else None
         found.update(f'{file} {about and (about.st_size, about.st_mtime_ns)}'.encode(errors='surrogateescape'))

@@ -16,8 +16,9 @@ from utils.qat.core.run_folder import DELIVERED
 SHOWN = 10  # images side by side
 DURATION = 3  # seconds of a measurement
 # Expected times. In passes of the float model by PyTorch, for each image:
-SCORED, COMPARED, CALIBRATED, LEARNT, OF_UNITS = 1.6, 6, 6, 5, 60
-LOADING, EXPORTED, BUILT = 6, 8, 200  # seconds: until a command has its libraries and model; an export, an engine
+SCORED, COMPARED, CALIBRATED, LEARNT, OF_UNITS = 1.3, 4.5, 4.5, 5, 8
+TRIALS = 5  # calibrations of `quantize --max-drop`
+LOADING, EXPORTED, BUILT = 5, 8, 200  # seconds: until a command has its libraries and model; an export, an engine
 
 
 class Step(NamedTuple):
@@ -28,6 +29,7 @@ class Step(NamedTuple):
     result: Path  # is there when the command has ended well
     seconds: float  # expected, without LOADING
     command: str
+    again: str = ''  # goes on with it where STATE is beside the result; '' = it starts over
 
 
 def flags(**values: Any) -> list[object]:
@@ -98,11 +100,15 @@ class Plan:
         scores = bool(epochs or options)  # else `quantize` has nothing to choose, and the file is scored later
         options |= {} if scores else {'no_eval_origin': True, 'no_eval_ptq': True}
         passes = CALIBRATED * numbers['calibration'] + SCORED * numbers['val'] * (2 + epochs) * scores
+        passes *= TRIALS if options.get('sensitive') else 1
         passes += LEARNT * epochs * min(200 * config.batch_size, numbers['train'])
         how = *self.model, *flags(target=self.target.name, epochs=epochs), *self.typed('activation', 'calib_images')
         line = command('qat.py', 'quantize', *how, *flags(**options), *self.run(run))
         title = 'calibration' + ' and fine-tuning' * bool(epochs)
-        yield Step(run, title, self.folder / run / 'report.json', passes * self.facts.seconds, line)
+        again = (
+            command('qat.py', 'quantize', '--resume', self.folder / run) if epochs else ''
+        )  # a calibration keeps no state
+        yield Step(run, title, self.folder / run / 'report.json', passes * self.facts.seconds, line, again)
 
         checkpoint, file, name = self.folder / run / DELIVERED, self.int8_file(run), f'{run}-outputs'
         yield from self.files(run, checkpoint, file)

@@ -22,6 +22,7 @@ from utils.qat.core.errors import QatError
 from utils.qat.core.files import write_json
 from utils.qat.core.log import LOGGER, RESULT, finish, log_to
 from utils.qat.core.run_folder import DELIVERED, own_folder
+from utils.qat.core.text import markdown_table
 from utils.qat.evaluation.chance import EXPLAINED, UNKNOWN, boxes_and_masks
 from utils.qat.evaluation.score_tables import (
     finds_nothing,
@@ -253,7 +254,8 @@ def conclude(plan: Plan, runner: Runner, found: Results, reasons: dict[str, str]
         ('fold', 'The commands that this run equals', [('code', commands)]),
     ]
     write_page(folder, f'{config.weights.name} for {plan.target.title}', parts)
-    LOGGER.log(RESULT, '\n'.join(['', said, *advice, '']))
+    _, titles, rows = found.models()
+    LOGGER.log(RESULT, '\n\n'.join(['', markdown_table(titles, rows), said, *advice]) + '\n')
     finish(file=file, page=folder / 'ship.html', json=folder / 'ship.json')
 
 

@@ -13,7 +13,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from models.deploy.ship.plan import LOADING, Step
-from utils.qat.core.command import command
 from utils.qat.core.files import write_json
 from utils.qat.core.log import LOGGER
 from utils.qat.run.state import STATE
@@ -88,12 +87,13 @@ class Runner:
                 LOGGER.info(
                     f'[{len(self.done) + 1}/{total}] {step.title}, about {self.expect([step])}; all that is left: {self.expect(self.ahead)}'
                 )
-                started = same and (step.result.parent / STATE).exists()
-                line = command('qat.py', 'quantize', '--resume', step.result.parent) if started else step.command
+                started = same and step.again and (step.result.parent / STATE).exists()
                 self.resume = False  # what follows hangs on this step
+                for later in self.ahead:
+                    self.stamps.pop(later.name, None)
                 self.stamps[step.name] = {**typed, 'seconds': None}
                 write_json(self.folder / STAMPS, self.stamps)
-                seconds = self._call(line)
+                seconds = self._call(step.again if started else step.command)
                 self.stamps[step.name]['seconds'] = seconds
                 write_json(self.folder / STAMPS, self.stamps)
                 self.expected, self.taken = self.expected + LOADING + step.seconds, self.taken + seconds

@@ -16,7 +16,7 @@ from utils.qat.evaluation.side_by_side import (
     class_lines,
     detection_lines,
     example_table,
-    plot_examples,
+    plot_example,
 )
 
 NAMES = {0: 'cat', 1: 'dog'}
@@ -52,7 +52,7 @@ def test_ranks_at_one_corner_do_not_hide_each_other(tmp_path, monkeypatch):
     drawn = {}
     monkeypatch.setattr(side_by_side, 'write_picture', lambda figure, path: drawn.update(figure=figure))
     lines = detection_lines([rows(*[(0, 0, score) for score in (0.9, 0.8, 0.7)])] * 2, NAMES, top=3)
-    plot_examples(tmp_path / 'a.png', [Example(np.zeros((100, 100, 3), np.uint8), 'a.jpg', lines)], ['a', 'b'])
+    plot_example(tmp_path / 'a.png', Example(np.zeros((100, 100, 3), np.uint8), 'a.jpg', lines), ['a', 'b'])
     pictures = [axes for axes in drawn['figure'].axes if axes.images]
     assert len(pictures) == 2
     for axes in pictures:
@@ -110,5 +110,9 @@ def test_several_models_are_compared_as_pairs_are(small, exports, tmp_path):
         assert said.replace('-0.00', '+0.00') in text
     examples = reports['all']['examples']
     assert len(examples) == 2 and all(len(line['others']) == 2 for e in examples for line in e['lines'])
-    assert '(examples.png)' in text and f'| {small.quantized.name} - {small.single.name}, points ' in text
-    assert (tmp_path / 'all/examples.png').read_bytes().startswith(b'\x89PNG')
+    assert (
+        '(example_01.png)' in text
+        and '(example_02.png)' in text
+        and f'| {small.quantized.name} - {small.single.name}, points ' in text
+    )
+    assert (tmp_path / 'all/example_02.png').read_bytes().startswith(b'\x89PNG')

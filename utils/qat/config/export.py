@@ -269,6 +269,7 @@ class DeepStreamConfig(OnnxConfig):
     )
     _: KW_ONLY
     batch: int = option(1, 'images per run of a graph with a fixed batch', allowed=Range(1))
+    project: Path | None = option(None, 'folder of the files; default: that of the weights')
 
     def problems(self) -> Iterable[tuple[Any, str]]:
         """Check the opset and the batch; see Settings.problems."""
@@ -290,4 +291,5 @@ class DeepStreamConfig(OnnxConfig):
             no_pad=self.no_pad,
             opset=self.opset,
             overwrite=self.overwrite,
+            project=self.project,
         )

@@ -4,6 +4,7 @@ import json
 import multiprocessing
 import os
 import re
+import shlex
 import signal
 import sys
 import time
@@ -11,12 +12,16 @@ from pathlib import Path
 
 import pytest
 import yaml
-from zoo import command
+from zoo import command, program
 
 from models.deploy.ship import plan as planned
+from models.deploy.ship.look import Facts
 from models.deploy.ship.plan import Step
 from models.deploy.ship.steps import STAMPS, Failed, Runner
 from models.deploy.ship.verdict import Outcome, against_int8
+from utils.qat.config.export import OPSETS
+from utils.qat.config.ship import ShipConfig
+from utils.qat.config.tables import TARGETS
 from utils.qat.run.state import STATE
 
 # a step: notes that it was called, says a line and a warning, and leaves its result
@@ -126,6 +131,49 @@ def test_killed_it_takes_its_step_along_and_goes_on(made, tmp_path):
     while is_alive(step):
         time.sleep(0.05)
     assert run(tmp_path, made()) == 'bc'
+
+
+# ---- plans ---------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize('engine', TARGETS)
+@pytest.mark.parametrize('trt', OPSETS)
+def test_each_step_is_a_command_that_its_program_takes(engine, trt, tmp_path):
+    """Also of TensorRT, where there is none. What a step reads was named, or an earlier one has left it."""
+    (tmp_path / 'model.pt').touch()
+    config = ShipConfig(
+        tmp_path / 'model.pt',
+        tmp_path,
+        imgsz=(64, 96),
+        for_=engine,
+        epochs=2,
+        batch=3,
+        names_from='data',
+        workers=0,
+        calib_images=5,
+        device='cpu',
+    )
+    facts = Facts(config, None, {'val': 1, 'calibration': 1, 'train': 1}, 0.1, 'cpu', trt, '')
+    plan, folder = planned.Plan(facts, tmp_path / 'run'), tmp_path / 'run'
+    sensitive = plan.sensitive()
+    steps = [
+        *plan.first(),
+        *plan.quantized('all'),
+        sensitive,
+        *plan.quantized('b', sensitive=sensitive.result, max_drop=1),
+    ]
+    left, results = {config.weights}, [folder / f'{run}/weights/best.pt' for run in ('all', 'b')]
+    for step in steps:
+        file, *words = shlex.split(step.command)[1:]
+        parse = program(file).parse_args
+        parse(words)
+        read = {Path(word) for word in words if word.startswith(str(tmp_path)) and Path(word).suffix} - {folder}
+        assert read <= left | {*results}, step.command
+        assert step.result not in left and step.seconds > 0
+        left.add(step.result)
+    assert {plan.float_file, plan.int8_file('all'), plan.int8_file('b')} <= left and len(
+        {s.name for s in steps}
+    ) == len(steps)
 
 
 # ---- on a model ---------------------------------------------------------------------------------------------------------

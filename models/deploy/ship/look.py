@@ -13,6 +13,7 @@ import torch
 
 from models.quantize.checkpoint import CheckpointFile
 from utils.qat.backends.pytorch import TorchModel
+from utils.qat.config.export import OPSETS, ExportConfig
 from utils.qat.config.ship import EPOCHS, ShipConfig
 from utils.qat.config.tables import TARGETS
 from utils.qat.core.errors import QatError
@@ -21,6 +22,7 @@ from utils.qat.core.log import LOGGER, quiet_upstream
 from utils.qat.core.machine import describe, select_device
 from utils.qat.data.loaders import Loaders
 from utils.qat.vendors.load import measured_by
+from utils.qat.vendors.tensorrt.engine.api import load_tensorrt
 
 FEW = 4  # images of a pass that is timed
 GUESSES = 'tensorrt', 'openvino', 'onnxruntime'  # the first that runs here
@@ -35,6 +37,7 @@ class Facts:
     numbers: dict[str, int]  # of images of 'val', 'calibration' and 'train'
     seconds: float  # that PyTorch takes for an image
     engine_device: str  # --device of the benchmark
+    trt: int  # --trt of the installed TensorRT, for its files
     digest: str  # of all files that a result hangs on
 
 
@@ -72,7 +75,15 @@ def look(config: ShipConfig) -> Facts:
         f'on {describe(device)}'
     )
     digest = _digest(file.sha256, [scored, train.dataset])
-    return Facts(config, model.task, numbers, seconds, where, digest)
+    return Facts(
+        config, model.task, numbers, seconds, where, _trt() if engine == 'tensorrt' else ExportConfig.trt, digest
+    )
+
+
+def _trt() -> int:
+    """Return the newest version of --trt that the installed TensorRT reads."""
+    major = int(load_tensorrt().__version__.split('.')[0])
+    return max(version for version in OPSETS if version <= major)
 
 
 def _seconds(model: TorchModel, images: torch.Tensor) -> float:

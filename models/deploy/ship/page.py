@@ -34,7 +34,7 @@ pre { background: #f4f4f4; padding: .7em; white-space: pre-wrap; overflow-wrap: 
 img { width: 100%; min-width: 44em; }
 p, h1, h2, summary { overflow-wrap: anywhere; }
 summary { font-size: 1.3em; font-weight: 600; cursor: pointer; margin: .7em 0; }
-@media print { div { overflow: visible; } table { font-size: .7em; } pre { font-size: .75em; } tr { break-inside: avoid; } img { min-width: 0; } }
+@media print { div { overflow: visible; } table { font-size: .7em; } pre { font-size: .75em; } tr, img { break-inside: avoid; } img { min-width: 0; max-height: 24cm; width: auto; max-width: 100%; } details::details-content { content-visibility: visible; block-size: auto; } }
 </style>
 </head>
 <body>

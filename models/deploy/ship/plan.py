@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from models.deploy.ship.look import Facts
+from utils.qat.config.export import ExportConfig
 from utils.qat.config.settings import flag_of, typed_words
 from utils.qat.config.ship import ShipConfig
 from utils.qat.config.tables import FORMATS, TARGETS
@@ -17,7 +18,7 @@ SHOWN = 10  # images side by side
 DURATION = 3  # seconds of a measurement
 # Expected times. In passes of the float model by PyTorch, for each image:
 SCORED, COMPARED, CALIBRATED, LEARNT, OF_UNITS = 1.3, 4.5, 4.5, 5, 8
-TRIALS = 5  # calibrations of `quantize --max-drop`
+TRIALS = 10  # calibrations of `quantize --max-drop`
 LOADING, EXPORTED, BUILT = 5, 8, 200  # seconds: until a command has its libraries and model; an export, an engine
 
 
@@ -85,8 +86,10 @@ class Plan:
 
     def files(self, name: str, checkpoint: Path, made: Path, **folder: Path) -> Iterator[Step]:
         """Yield the steps from a checkpoint to the file of the engine."""
-        include, batch = self.target.include, self.config.batch
+        include, batch, trt = self.target.include, self.config.batch, self.facts.trt
         own = {'dynamic': True, 'simplify': True} if include == 'onnx' else {'batch_size': batch} if batch > 1 else {}
+        if trt != ExportConfig.trt:
+            own |= {'trt': trt, **({'half': True} if trt > ExportConfig.trt and name == 'float' else {})}
         words = *flags(weights=checkpoint, include=include, **own, **folder), *self.size
         file, kind = made.with_suffix(FORMATS[include].suffix), 'float' if name == 'float' else 'INT8'
         yield Step(f'{name}-export', f'export, {kind}', file, EXPORTED, command('export_qat.py', *words))

@@ -9,7 +9,7 @@ from typing import Any
 
 from models.deploy.ship.look import Facts, look
 from models.deploy.ship.page import Part, write_page
-from models.deploy.ship.plan import LEARNT, LOADING, SCORED, SHOWN, Plan
+from models.deploy.ship.plan import LEARNT, LOADING, SCORED, Plan
 from models.deploy.ship.steps import STAMPS, Failed, Runner, in_words
 from models.deploy.ship.verdict import Outcome, against_int8, sentence, would_change
 from utils.qat.benchmark.baseline import int8_gains
@@ -76,7 +76,9 @@ class Results:
             scores = score_cells(metrics, masks) if metrics else ['-'] * len(titles)
             figures = f'{row["latency"]["median"]:.2f}', f'{row["images_per_s"]:.0f}', f'{row["size_bytes"] / 1e6:.1f}'
             rows.append((f'{row["types"]}, {row["backend"]}', *scores, *figures))
-        return 'table', ('model', *titles, 'ms', 'images/s', 'MB'), rows
+        header = ('model', *titles, 'ms', 'images/s', 'MB')
+        told = [i for i in range(len(header)) if any(row[i] != '-' for row in rows)]
+        return 'table', [header[i] for i in told], [[row[i] for i in told] for row in rows]
 
     def classes(self) -> Part:
         """Make the table of the classes, each with its interval."""
@@ -187,8 +189,8 @@ def ways(plan: Plan, file: Path, checkpoint: Path, task: Any) -> list[Part]:
     return parts
 
 
-def conclude(plan: Plan, runner: Runner, found: Results, reasons: dict[str, str]) -> None:
-    """Write ship.json and the page, and say the verdict."""
+def conclude(plan: Plan, runner: Runner, found: Results, reasons: dict[str, str], tried: list[str]) -> None:
+    """Write ship.json and the page, and say the verdict. tried: what else was measured, in words."""
     config, folder, outcome = plan.config, plan.folder, found.outcome
     file = plan.float_file if reasons else plan.int8_file(found.run)
     said = sentence(outcome, reasons, file, found.of_int8['size_bytes'], found.of_float['size_bytes'])
@@ -211,6 +213,7 @@ def conclude(plan: Plan, runner: Runner, found: Results, reasons: dict[str, str]
             'bytes': found.of_float['size_bytes'] if reasons else found.of_int8['size_bytes'],
             'engine': plan.target.name,
             'reasons': [*reasons.values()],
+            'tried': tried,
             'would_change': advice,
             'commands': commands,
             'seconds': {step.name: runner.stamps[step.name]['seconds'] for step in runner.done},
@@ -223,31 +226,26 @@ def conclude(plan: Plan, runner: Runner, found: Results, reasons: dict[str, str]
     )
     plot_classes(folder / 'classes.png', {'float': found.float, 'INT8': found.file['other']})
     machine, notes = found.machine, [note for row in found.rows for note in row['notes']]
-    examples = folder / f'{found.run}-outputs/examples.png'
+    examples = sorted((folder / f'{found.run}-outputs').glob('example_*.png'))
     weights = folder / found.run / DELIVERED
     matched = found.file.get('matched')
     alike = f' {matched:.1%} of the best detections of the float model are found by INT8 too.' if matched else ''
     parts: list[Part] = [
         ('strong', said),
+        *[('text', line) for line in tried],
         *[('text', f'What would change that: {line}') for line in advice],
         found.models(),
         (
             'text',
             f'{found.file["images"]} images of {config.data.name}, {plan.facts.task.seen_as(config.imgsz, True)}; times at batch {config.batch}, in '
-            f'turns, on {machine["device"]}, {machine["threads"]} threads: {machine["instructions"]}. {EXPLAINED}.{alike}',
+            f'turns, on {machine["device"]}, {machine["threads"]} thread{"s" * (machine["threads"] > 1)}: {machine["instructions"]}. {EXPLAINED}.{alike}',
         ),
         *[('text', '; '.join(notes))] * bool(notes),
         ('title', f'{merit_title(found.float)} of each class'),
         found.classes(),
         ('picture', 'The same as bars with their intervals', folder / 'classes.png'),
-        *(
-            [
-                ('title', f'The {SHOWN} images that differ most'),
-                ('picture', 'float, INT8 in PyTorch and INT8 in the engine', examples),
-            ]
-            if examples.is_file()
-            else []
-        ),
+        *[('title', f'The {len(examples)} images that differ most')] * bool(examples),
+        *[('picture', 'float, INT8 in PyTorch and INT8 in the engine, by rank', file) for file in examples],
         ('title', 'How to run it'),
         *ways(plan, file, config.weights if reasons else weights, plan.facts.task),
         ('fold', 'What was decided, and why', found.decisions()),
@@ -255,7 +253,7 @@ def conclude(plan: Plan, runner: Runner, found: Results, reasons: dict[str, str]
     ]
     write_page(folder, f'{config.weights.name} for {plan.target.title}', parts)
     _, titles, rows = found.models()
-    LOGGER.log(RESULT, '\n\n'.join(['', markdown_table(titles, rows), said, *advice]) + '\n')
+    LOGGER.log(RESULT, '\n\n'.join(['', markdown_table(titles, rows), said, *tried, *advice]) + '\n')
     finish(file=file, page=folder / 'ship.html', json=folder / 'ship.json')
 
 
@@ -272,14 +270,19 @@ def work(plan: Plan, runner: Runner) -> None:
     runner.run(rest)
     found = Results(plan, ALL)
     reasons = against_int8(found.outcome, config.max_drop, config.min_speedup)
+    tried: list[str] = []
     if [*reasons] == ['accuracy']:
+        whole = found.outcome
+        tried = [
+            f'With all blocks in INT8 it is {whole.speedup:.2f} times as fast as {whole.precision}, and AP changes by {whole.cost}.'
+        ]
         LOGGER.info(f'{reasons["accuracy"]}: blocks return to float')
         sensitive = plan.sensitive()
         runner.ahead = [sensitive, *plan.quantized(PARTLY, sensitive=sensitive.result, max_drop=config.max_drop)]
         runner.run([*runner.ahead])
         found = Results(plan, PARTLY)
         reasons = against_int8(found.outcome, config.max_drop, config.min_speedup)
-    conclude(plan, runner, found, reasons)
+    conclude(plan, runner, found, reasons, tried)
 
 
 def without_epochs(facts: Facts) -> str:

@@ -32,6 +32,11 @@ class Outcome:
         return (self.difference - self.chance, self.difference + self.chance) if known else None
 
     @property
+    def speed(self) -> str:
+        """The speed in words."""
+        return f'{self.speedup:.2f} times as fast as {self.precision}'
+
+    @property
     def cost(self) -> str:
         """The difference in words."""
         points = in_points({'difference': self.difference, 'chance': self.chance})
@@ -42,9 +47,7 @@ def against_int8(found: Outcome, max_drop: float, min_speedup: float) -> dict[st
     """Return why INT8 is not shipped: 'speed' and 'accuracy' → reason; empty if it is. max_drop is in points."""
     reasons = {}
     if not found.speedup >= min_speedup:  # NaN is no gain either
-        reasons['speed'] = (
-            f'it is {found.speedup:.2f} times as fast as {found.precision}, and --min-speedup is {min_speedup:g}'
-        )
+        reasons['speed'] = f'it is {found.speed}, and --min-speedup is {min_speedup:g}'
     if not round(-100 * found.difference, 6) <= max_drop:
         reasons['accuracy'] = f'it changes {found.metric} by {found.cost}, and --max-drop is {max_drop:g}'
     return reasons
@@ -55,12 +58,12 @@ def sentence(found: Outcome, reasons: dict[str, str], file: object, size: float,
     int8, whole = f'{size / 1e6:.1f} MB', f'{float_size / 1e6:.1f} MB'
     if not reasons:
         return (
-            f'Ship {file}: in {found.engine} INT8 is {found.speedup:.2f} times as fast as {found.precision}, the fastest float precision '
+            f'Ship {file}: in {found.engine} INT8 is {found.speed}, the fastest float precision '
             f'here. It changes {found.metric} by {found.cost} and has {int8}, the float file {whole}.'
         )
     rest = [
         f'It changes {found.metric} by {found.cost}.' * ('accuracy' not in reasons),
-        f'It is {found.speedup:.2f} times as fast as {found.precision}.' * ('speed' not in reasons),
+        f'It is {found.speed}.' * ('speed' not in reasons),
     ]
     return ' '.join(
         [
@@ -78,7 +81,7 @@ def would_change(
     said = []
     if 'speed' in reasons:
         faster = [name for name in gains if name != taken and taken != 'relu']
-        said += [f'Another activation: --activation {name} ({EXPECTED[name]}).' for name in faster]
+        said += [f'Another activation would change that: --activation {name} ({EXPECTED[name]}).' for name in faster]
         said += [
             f'A larger batch, such as --batch {8 * batch}, larger images than {imgsz} pixels, or a larger model: the more there is to '
             'compute, the more INT8 gains.'

@@ -70,7 +70,7 @@ def compare_images(
                 with naming(file):  # the classes of each are the data's
                     task.load_data(config.data, model, names_from=config.names_from)
         loader, names = data.loader, data.names
-        examples = Examples(config.show, len(loader.dataset), task, data, config.top)
+        examples = Examples(config.show, task, data, config.top)
     elif config.random:
         loader = random_images(config.random, config.batch_size, size, config.seed)
     reference, *others = models

@@ -25,7 +25,7 @@ def parse_args(argv: Sequence[str] | None) -> DeepStreamConfig:
         DeepStreamConfig,
         argv,
         __doc__.splitlines()[0],
-        'Writes WEIGHTS.onnx beside the checkpoint, and labels.txt and config_infer_primary_yoloV9.txt to the current folder. '
+        'Writes WEIGHTS.onnx beside the checkpoint, and labels.txt and config_infer_primary_yoloV9.txt to the current folder; with --project all three there. '
         'Others of the last two names are not replaced.',
     )
 
@@ -40,7 +40,8 @@ def main(argv: Sequence[str] | None = None) -> None:
 
     with quiet_upstream():
         export = open_export(config.export(), [FORMAT], '--size')
-        path = config.weights.with_name(f'{config.weights.name}.onnx')
+        path = (config.project or config.weights.parent) / f'{config.weights.name}.onnx'
+        path.parent.mkdir(parents=True, exist_ok=True)
         export.require_ours(FORMAT, path)
         written = FORMAT.write(export, path)
     LOGGER.info('\n'.join(written.lines))

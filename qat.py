@@ -1,5 +1,6 @@
 """Quantize a trained YOLOv9 detector, segmentation model or classifier to INT8 and evaluate the result.
 
+    python qat.py ship --weights yolov9-c.pt --data data/coco.yaml
     python qat.py quantize --weights yolov9-c-converted.pt --data data/coco.yaml --name yolov9_qat
     python qat.py sensitive --weights yolov9-c-converted.pt --data data/coco.yaml
     python qat.py eval --weights runs/qat/yolov9_qat/weights/best.pt --data data/coco.yaml
@@ -19,6 +20,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))  # the patched tree; PY
 from utils.qat.config.common import FolderConfig
 from utils.qat.config.qat import DECIDERS, EvalConfig, QuantizeConfig, SensitiveConfig
 from utils.qat.config.settings import add_options, flag_of, plain, settings_of, typed_words
+from utils.qat.config.ship import ShipConfig
 from utils.qat.config.tables import CHECKPOINTS, EXPORTED
 from utils.qat.core.command import Parser, command, explain_out_of_memory, repeated, resumable, run_command
 from utils.qat.core.distributed import from_first, leave, on_first
@@ -32,7 +34,7 @@ if TYPE_CHECKING:
     from models.quantize.run.inputs import Inputs
 
 
-def parse_args(argv: Sequence[str] | None) -> Sequence[QuantizeConfig | SensitiveConfig | EvalConfig]:
+def parse_args(argv: Sequence[str] | None) -> Sequence[QuantizeConfig | SensitiveConfig | EvalConfig | ShipConfig]:
     """Parse the command line into the settings of its verb; with --resume, into the settings of the interrupted run.
 
     `eval` has one for each file of --weights, the other verbs have one.
@@ -47,7 +49,7 @@ def parse_args(argv: Sequence[str] | None) -> Sequence[QuantizeConfig | Sensitiv
     verb = typed.pop('verb')
     if unknown:  # reported by the parser that has the options
         verbs.choices[verb].error(f'unrecognized arguments: {" ".join(unknown)}')
-    if 'resume' in typed:
+    if verb == 'quantize' and 'resume' in typed:
         from utils.qat.run.resume import resumed
 
         return [resumed(typed.pop('resume'), typed)]
@@ -218,14 +220,15 @@ def evaluate(configs: Sequence[EvalConfig]) -> None:
 
 
 VERBS: dict[str, tuple[type, str]] = {  # name → its settings, help
+    'ship': (ShipConfig, 'from a trained checkpoint to the file to deploy, and a page that says why'),
     'quantize': (QuantizeConfig, 'calibrate (PTQ) and fine-tune (QAT) a float checkpoint'),
     'sensitive': (SensitiveConfig, 'what the INT8 of each layer, block or convolution costs'),
     'eval': (EvalConfig, 'evaluate a checkpoint or an exported file'),
 }
 
 
-def main(argv: Sequence[str] | None = None, **needs: Any) -> None:
-    """Run a verb.
+def main(argv: Sequence[str] | None = None, **needs: Any) -> int | None:
+    """Run a verb, and return the exit code of `ship`.
 
     Args:
         argv: None = the words of this process.
@@ -234,7 +237,8 @@ def main(argv: Sequence[str] | None = None, **needs: Any) -> None:
     configs: list[Any] = [replace(config, **needs) for config in parse_args(argv)]
     config = configs[0]
     if isinstance(config, QuantizeConfig) and config.dry_run:
-        return dry_run(config)
+        dry_run(config)
+        return None
     if any(is_network(each.weights) for each in configs):
         from utils.qat.untrusted.torchvision_weights import fetched
 
@@ -244,11 +248,16 @@ def main(argv: Sequence[str] | None = None, **needs: Any) -> None:
         each.require_files()
     if isinstance(config, EvalConfig):
         evaluate(configs)
+    elif isinstance(config, ShipConfig):
+        from models.deploy.ship.run import ship
+
+        return ship(config)
     else:
         run = quantize if isinstance(config, QuantizeConfig) else sensitive
         with run_folder(config) as folder, explain_out_of_memory(config.batch_size):
             run(config, folder)
     leave()
+    return None
 
 
 if __name__ == '__main__':

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Do the whole job on a small example, set-up included. A trained YOLOv9 (digits on textured canvases, demo/) becomes a quantized
-# checkpoint and an INT8 ONNX file. Every stage is scored. It needs neither a GPU nor GitHub.
+# Do the whole job on a small example, set-up included: `qat.py ship` makes the file to deploy of a trained YOLOv9 (digits on textured
+# canvases, demo/), and a page that says why. It needs neither a GPU nor GitHub.
 #
 # Usage: [PYTHON=python3] [YOLOV9_DIR=an/existing/tree] quickstart.sh [--task detect|segment|classify] [--fresh] [--latest]
 #   --task    what the model is: a dual-branch detector (the default), a segmentation model of one branch, or a classifier, cut from
@@ -10,7 +10,7 @@
 #
 #   in:  Python 3.10 or newer, git, a C compiler, a package index; it downloads several GB (torch with CUDA), once, into .venv
 #   out: .venv/ (packages), .work/yolov9/ (upstream, patched; a copy of YOLOV9_DIR if that is set), .work/demo/, .work/demo-seg/ or
-#        .work/demo-cls/ (data, checkpoints, ONNX files, metrics)
+#        .work/demo-cls/ (data, checkpoint, and ship/ with the file, the page and all results)
 #
 # Each command is printed before it runs. A second run skips the steps that an earlier one finished.
 set -euo pipefail
@@ -76,57 +76,28 @@ step() {
     echo "-- $((SECONDS - start)) s"
 }
 
-# Sizes chosen so that the job takes two and a half minutes on two quiet cores, half of it in `quantize`.
-SIZE=320 MADE=() DATA=(--data "$OUT/data/data.yaml" --imgsz 320)
-[[ $TASK != classify ]] || SIZE=96 MADE=(--train 400 --val 600 --size 96) DATA=(--data "$OUT/data" --imgsz 96)
+# Sizes chosen so that the job takes at most two and a half minutes on two quiet cores.
+MADE=() DATA=(--data "$OUT/data/data.yaml" --imgsz 320 --calib-images 100)
+[[ $TASK != classify ]] || MADE=(--train 400 --val 600 --size 96) DATA=(--data "$OUT/data" --imgsz 96)
 MODEL=$OUT/yolov9-$NAME
-BEST=$OUT/qat/weights/best
 say "From here on in $PWD, with .venv/bin first on the PATH"
 
 step "Data: handwritten digits on textured canvases" $OUT/data \
     python ../../demo/make_data.py --task "$TASK" --out $OUT/data --train 200 --val 100 ${MADE[@]+"${MADE[@]}"}
-if [[ $TASK == detect ]]; then
-    step "The trained model: a dual-branch checkpoint, as train_dual.py leaves it" $MODEL-dual.pt \
-        python ../../demo/weights.py build ../../demo/$NAME-weights.pt $MODEL-dual.pt
-    step "Reparameterize: drop the auxiliary branch" $MODEL.pt \
-        python reparameterization.py --weights $MODEL-dual.pt --save $MODEL.pt
-else
-    step "The trained model: a checkpoint of one branch, as $TASK/train.py leaves it" $MODEL.pt \
-        python ../../demo/weights.py build ../../demo/$NAME-weights.pt $MODEL.pt
-fi
-step "Quantize: calibrate (PTQ), then fine-tune (QAT)" $OUT/qat \
-    python qat.py quantize --weights $MODEL.pt "${DATA[@]}" \
-    --epochs 2 --iters 10 --task-loss 0.1 --calib-images 100 --project $OUT --name qat
-step "Export the quantized model to ONNX with Q/DQ, and for OpenVINO; the float model too, to compare with" $BEST.onnx \
-    python export_qat.py --weights $MODEL.pt $BEST.pt --include onnx openvino --imgsz "$SIZE" --dynamic --simplify
-step "Audit it: does anything keep TensorRT from running it in INT8?" $OUT/audit.json \
-    python scripts/audit_onnx.py $BEST.onnx --strict --json $OUT/audit.json
-step "Score it on square images, as a deployed model sees them: PyTorch and ONNX Runtime simulate INT8, OpenVINO computes in integers" \
-    $OUT/eval-yolov9-$NAME.xml \
-    python qat.py eval --weights $BEST.pt $BEST.onnx $BEST.xml $MODEL.xml "${DATA[@]}" --square --project $OUT --name eval --exist-ok
-step "Measure the speed of INT8 and float in OpenVINO" $OUT/speed \
-    python benchmark_trt.py $MODEL.xml $BEST.xml --backend openvino --device cpu --batch 1 --imgsz "$SIZE" --warmup 500ms --duration 1 \
-    --project $OUT --name speed
-
+[[ $TASK != detect ]] || MODEL=$MODEL-dual # of two branches, as train_dual.py leaves it; the others have one
+step "The trained model, as its training leaves it" $MODEL.pt \
+    python ../../demo/weights.py build ../../demo/$NAME-weights.pt $MODEL.pt
+say "Ship: from the trained model to the file to deploy"
+SHIP=(python qat.py ship --weights "$MODEL.pt" "${DATA[@]}" --project "$OUT" --name ship --resume)
+echo "\$ ${SHIP[*]}"
+"${SHIP[@]}" || fail "that command failed, its message is above" "when the cause is mended, run quickstart.sh again: it goes on here"
 say "Result (this run of the job took $((SECONDS - START)) s)"
-python ../../demo/summary.py $OUT
-printf '\nFiles in %s:\n' "$HERE/.work/$NAME"
-printf '  %-41s  %s\n' \
-    "yolov9-$NAME.pt" "float, one branch" \
-    "qat/weights/ptq_*.pt" "calibrated" \
-    "qat/weights/best.pt" "calibrated and fine-tuned, the best of the run" \
-    "qat/weights/best.onnx" "the same as ONNX with Q/DQ, for TensorRT and ONNX Runtime" \
-    "qat/weights/best.xml" "the same for OpenVINO, with a .bin" \
-    "qat/report.md, report.json" "figures of every stage, with pictures" \
-    "eval/report.md, metrics.json" "figures of the files that were scored on their own, each also in eval-FILE"
+printf '  %s\n' "the page: $HERE/.work/$NAME/ship/ship.html" "all files: $HERE/.work/$NAME/ship"
 cat <<EOT
 
 Next, with your own clone and weights:
   ./patch_yolov9.sh path/to/yolov9 && cd path/to/yolov9
 EOT
-if [[ $TASK == classify ]]; then
-    echo "  python qat.py quantize --weights your-classifier.pt --data your-folder-of-classes"
-else
-    echo "  python reparameterization.py --weights your-yolov9.pt --save your-yolov9-converted.pt"
-    echo "  python qat.py quantize --weights your-yolov9-converted.pt --data your-data.yaml"
-fi
+YOURS=your-data.yaml
+[[ $TASK != classify ]] || YOURS=your-folder-of-classes
+echo "  python qat.py ship --weights your-yolov9.pt --data $YOURS"

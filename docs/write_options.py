@@ -16,10 +16,12 @@ from utils.qat.config.deploy import BenchmarkConfig, BuildConfig, CompareConfig
 from utils.qat.config.export import DeepStreamConfig, ExportConfig
 from utils.qat.config.qat import EvalConfig, FileEvalConfig, QuantizeConfig, SensitiveConfig
 from utils.qat.config.settings import WHAT, Option, Settings, flag_of, grouped, help_of
+from utils.qat.config.ship import ShipConfig
 
 PAGE = Path(__file__).with_name('options.md')
 COMMANDS: dict[str, type[Settings]] = {
     'qat.py quantize': QuantizeConfig,
+    'qat.py ship': ShipConfig,
     'export_qat.py': ExportConfig,
     'qat.py eval': EvalConfig,
     'qat.py sensitive': SensitiveConfig,

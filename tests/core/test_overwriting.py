@@ -65,7 +65,7 @@ DRY = {  # each command with --dry-run, on each kind of input
 OTHERS = {  # the other commands: they write what the user named, or under the name of their input, or into .work/ of the toolkit
     *('reparameterization.py', 'export_qat.py', 'scripts/build_engine.py', 'scripts/generate_trt_engine.sh'),
     *('scripts/val_trt.sh', 'scripts/audit_onnx.py', 'scripts/draw_engine.py', 'scripts/test_matrix.sh'),
-    *('demo/summary.py', 'demo/weights.py', 'demo/train.sh', 'demo/setup.sh', 'quickstart.sh', 'run_tests.sh'),
+    *('demo/weights.py', 'demo/train.sh', 'demo/setup.sh', 'quickstart.sh', 'run_tests.sh'),
     *('scripts/verify_tensorrt.py', 'scripts/verify_tensorrt.sh'),  # a run's folder
     'examples/infer_engine.py',  # it writes nothing
     'patch_yolov9.sh',  # tests/repository/test_patch.py

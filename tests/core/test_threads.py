@@ -17,7 +17,7 @@ BENCHMARKS = sorted(f.relative_to(REPO).as_posix() for f in (REPO / 'benchmarks'
 WITHOUT = {  # why it is not here → files
     'loads neither': [
         *('scripts/audit_onnx.py', 'scripts/coco_to_yolo.py', 'scripts/draw_engine.py'),
-        *('demo/make_data.py', 'demo/summary.py', 'examples/infer_engine.py'),
+        *('demo/make_data.py', 'examples/infer_engine.py'),
     ],
     'runs the other commands in processes of their own': ['scripts/verify_tensorrt.py'],
     'loads it when an engine is built, long after utils.qat': ['scripts/build_engine.py'],

@@ -51,6 +51,18 @@ def test_a_resample_has_upstreams_ap_of_the_images_drawn(number):
     assert len(classes) > 1
 
 
+def test_the_mean_of_the_classes_is_the_whole():
+    """On each resample, over the classes that have labels in it; the interval of a class is wider than that of the mean."""
+    [images], by_class = images_of(40, seed=3, wrong=2), {}
+    images[0] = (*images[0][:3], np.array([0, 1, 3], np.float32))  # class 3 has one label
+    found = resampled_ap(images, by_class)
+    classes = np.stack(list(by_class.values()))
+    assert np.isnan(classes).any() and found == pytest.approx(np.nanmean(classes, 0), abs=1e-12)
+    assert found == pytest.approx(resampled_ap(images), abs=0)
+    assert max(chance.chances(ap)[0] for ap in classes) > chance.chances(found)[0] > 0
+    assert chance.chances(found[:1]) == [chance.UNKNOWN]
+
+
 @pytest.mark.parametrize('kept', [0, 1])
 def test_without_detections_ap_is_0(kept):
     """No image has a detection, or only one image has."""

@@ -23,6 +23,10 @@ from utils.qat.evaluation.compare_classes import beyond_limits
 SIZE = 64
 
 
+def top(metrics):
+    return metrics['top1'], metrics['top5']
+
+
 def test_top_accuracy_and_ranks_by_hand():
     """Three images, six classes. The second model is right once less at first, and once less among the first five."""
     first = torch.tensor([[9.0, 8, 7, 6, 5, 0], [0, 9, 8, 7, 6, 5], [9, 8, 7, 6, 5, 0]])
@@ -37,7 +41,7 @@ def test_top_accuracy_and_ranks_by_hand():
     models = answering(first), [answering(second)]
     [found] = compare_models(*models, batches, torch.device('cpu'), names, top=3, task=task)
     assert found['images'] == 3
-    assert found['reference'] == {'top1': 2 / 3, 'top5': 1.0} and found['other'] == {'top1': 1 / 3, 'top5': 2 / 3}
+    assert top(found['reference']) == (2 / 3, 1) and top(found['other']) == (1 / 3, 2 / 3)
     assert [r['disagreement'] for r in found['ranks']] == pytest.approx([1 / 3, 2 / 3, 0])
     assert [r['score'] for r in found['ranks']] == pytest.approx([9, 8, 7])
     assert [r['rank'] for r in found['ranks']] == [1, 2, 3]
@@ -111,7 +115,8 @@ def test_classifiers_on_a_folder_of_classes(folder):
     """b doubles blue: what has 60 of it and 100 of green becomes blue, as has 150 and 200 of red."""
     out, found = compared(folder, '{f}/a.onnx {f}/b.onnx --data {f}/data')
     assert found['images'] == 5 and found['ranks'][0]['disagreement'] == 2 / 5
-    assert found['reference'] == {'top1': 4 / 5, 'top5': 1} and found['other'] == {'top1': 2 / 5, 'top5': 1}
+    assert top(found['reference']) == (4 / 5, 1) and top(found['other']) == (2 / 5, 1)
+    assert found['against_reference']['difference'] == pytest.approx(-2 / 5)
     assert re.search(r'\| a.onnx +\| 0.8000 \| 1.0000 \|', out)
     assert re.search(r'\| b.onnx +\| 0.4000 \| 1.0000 \| .* 60.0% \|', out)
     assert 'b.onnx - a.onnx, points | -40.00 | ' in out

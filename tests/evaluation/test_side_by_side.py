@@ -16,7 +16,7 @@ from utils.qat.evaluation.side_by_side import (
     class_lines,
     detection_lines,
     example_table,
-    plot_examples,
+    plot_example,
 )
 
 NAMES = {0: 'cat', 1: 'dog'}
@@ -52,7 +52,7 @@ def test_ranks_at_one_corner_do_not_hide_each_other(tmp_path, monkeypatch):
     drawn = {}
     monkeypatch.setattr(side_by_side, 'write_picture', lambda figure, path: drawn.update(figure=figure))
     lines = detection_lines([rows(*[(0, 0, score) for score in (0.9, 0.8, 0.7)])] * 2, NAMES, top=3)
-    plot_examples(tmp_path / 'a.png', [Example(np.zeros((100, 100, 3), np.uint8), 'a.jpg', lines)], ['a', 'b'])
+    plot_example(tmp_path / 'a.png', Example(np.zeros((100, 100, 3), np.uint8), 'a.jpg', lines), ['a', 'b'])
     pictures = [axes for axes in drawn['figure'].axes if axes.images]
     assert len(pictures) == 2
     for axes in pictures:
@@ -72,14 +72,21 @@ def test_lines_of_classes():
     assert told == [('b', 2, ['moved']), ('c', 3, ['moved']), (None, 1, ['new'])]
 
 
-def test_examples_are_spread_and_as_the_image_was():
-    examples = Examples(2, 4, load_task('detect'), Labelled(None, NAMES, (0.5,) * 3, (0.25,) * 3), 1)
-    for i in range(4):
-        examples.look(torch.full((3, 2, 2), float(i) - 2), f'{i}.jpg', [FIRST, FIRST])
-    assert [e.path for e in examples.found] == ['0.jpg', '2.jpg']
-    assert [np.unique(e.image).tolist() for e in examples.found] == [[0], [128]]
+def test_examples_are_those_that_differ_most_and_as_the_image_was():
+    data = Labelled(None, NAMES, (0.5,) * 3, (0.25,) * 3)
+    examples = Examples(2, load_task('detect'), data, 4)
+    others = FIRST, CASES['moved'][0], CASES['none'][0], FIRST  # differences 0, 2.1, 3.0, 0
+    for i, other in enumerate(others):
+        examples.look(torch.full((3, 2, 2), float(i) - 2), f'{i}.jpg', [FIRST, other])
+    assert [e.path for e in examples.found] == ['2.jpg', '1.jpg']
+    assert [e.difference for e in examples.found] == pytest.approx([3.0, 2.1])
+    assert [np.unique(e.image).tolist() for e in examples.found] == [[128], [64]]
     assert '| 1 ' in example_table(examples.found[0], ['a', 'b'])
-    assert not Examples(0, 4, load_task('detect'), Labelled(None, NAMES), 1).wanted
+    other_class = Example(np.zeros((1, 1, 3), np.uint8), '', detection_lines([FIRST[:1], CASES['class'][0]], NAMES, 1))
+    assert other_class.difference == pytest.approx(0.9 + 0.5)
+    none = Examples(0, load_task('detect'), data, 4)
+    none.look(torch.zeros(3, 2, 2), '0.jpg', [FIRST, FIRST])
+    assert not none.found
 
 
 def test_several_models_are_compared_as_pairs_are(small, exports, tmp_path):
@@ -103,5 +110,9 @@ def test_several_models_are_compared_as_pairs_are(small, exports, tmp_path):
         assert said.replace('-0.00', '+0.00') in text
     examples = reports['all']['examples']
     assert len(examples) == 2 and all(len(line['others']) == 2 for e in examples for line in e['lines'])
-    assert '(examples.png)' in text and f'| {small.quantized.name} - {small.single.name}, points ' in text
-    assert (tmp_path / 'all/examples.png').read_bytes().startswith(b'\x89PNG')
+    assert (
+        '(example_01.png)' in text
+        and '(example_02.png)' in text
+        and f'| {small.quantized.name} - {small.single.name}, points ' in text
+    )
+    assert (tmp_path / 'all/example_02.png').read_bytes().startswith(b'\x89PNG')

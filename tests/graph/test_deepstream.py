@@ -1,6 +1,7 @@
 """Laws of export_yoloV9.py: the plain export plus nodes that change its output to DeepStream-Yolo's layout."""
 
 import configparser
+from pathlib import Path
 
 import classifiers
 import cv2
@@ -185,6 +186,14 @@ def test_the_command(small, tmp_path, monkeypatch, capsys, kind):
     wanted = ['yolov9 é.pt.onnx', mode, '10', '1' if first == 'batch' else str(first)]
     assert [settings[k] for k in ('onnx-file', 'network-mode', 'num-detected-classes', 'batch-size')] == wanted
     assert any(onnx_graph.count_qdq(graph)) == (mode == '1')
+
+
+def test_with_a_project_all_files_are_there(small, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    before = set(small.single.parent.iterdir())
+    assert run_command(export_yolov9, ['-w', str(small.single), '-s', '64', '--project', 'a/b']) == 0
+    made = {f'{small.single.name}.onnx', 'labels.txt', 'config_infer_primary_yoloV9.txt'}
+    assert {p.name for p in Path('a/b').iterdir()} == made and set(small.single.parent.iterdir()) == before
 
 
 def test_the_main_branch_of_a_dual_checkpoint(small):

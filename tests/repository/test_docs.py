@@ -20,7 +20,7 @@ COMMAND = re.compile(
     r'(?:^|[\s("])(?:python3? (?P<python>(?:scripts/|segment/|classify/)?\w+\.py)|(?P<shell>[\w./-]*\.sh))(?P<rest>[^#|;&)"\n]*)'
 )
 TORCHRUN = re.compile(r'torchrun (?:--\w+ \S+ )*')
-VERBS = {'quantize', 'sensitive', 'eval'}
+VERBS = {'ship', 'quantize', 'sensitive', 'eval'}
 
 
 def name_of(page):

@@ -8,7 +8,7 @@ import sys
 import pytest
 from conftest import REPO, copy_upstream
 
-VERBS = {'qat.py': ('quantize', 'sensitive', 'eval')}
+VERBS = {'qat.py': ('ship', 'quantize', 'sensitive', 'eval')}
 FILES = sorted(
     f.relative_to(REPO).as_posix()
     for folder in ('', 'segment', 'classify', 'scripts', 'examples', 'demo')
@@ -47,7 +47,7 @@ def show_help(patched, command, *options, **environment):
 
 
 def test_all_commands_are_there():
-    assert {('qat.py', 'eval'), ('reparameterization.py',), ('scripts/build_engine.py',), ('demo/summary.py',)} <= set(
+    assert {('qat.py', 'eval'), ('reparameterization.py',), ('scripts/build_engine.py',), ('demo/weights.py',)} <= set(
         COMMANDS
     )
 

@@ -173,7 +173,7 @@ symmetric-padding=1
 
 
 class DeepStream(Format):
-    """MODEL.pt.onnx beside the checkpoint, and labels.txt and the configuration in the current folder."""
+    """MODEL.pt.onnx beside the checkpoint, and labels.txt and the configuration in the current folder; with --project all three there."""
 
     name = 'deepstream'
 
@@ -208,14 +208,15 @@ class DeepStream(Format):
             LABELS: ''.join(f'{name}\n' for name in names),
             plugin.config: deepstream_config(path.name, len(names), config.batch_size, export.int8, plugin),
         }
+        folder = config.project or Path()
         for file, text in texts.items():
-            require_own(Path(file), text)
+            require_own(folder / file, text)
         done = write_onnx(export, path, half, self.layout(export))
         for file, text in texts.items():
-            write_text(file, text)
+            write_text(folder / file, text)
         height, width = config.imgsz
         return Written(
-            {'onnx': path, 'labels': Path(LABELS), 'config': Path(plugin.config)},
+            {'onnx': path, 'labels': folder / LABELS, 'config': folder / plugin.config},
             [
                 f'input [{"batch" if config.dynamic else config.batch_size}, 3, {height}, {width}] -> {plugin.returns}, opset {done.opset}, '
                 f'{size_of(path)}, Q/DQ nodes {done.qdq[0]}/{done.qdq[1]}{", FP16 outside them" * half}',

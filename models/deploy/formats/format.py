@@ -103,6 +103,8 @@ class Export:
         for each in self.formats:
             if each.name in self.config.files:  # others go to the scratch folder
                 self.require_ours(each, self.config.files[each.name])
+        if self.config.project:
+            self.config.project.mkdir(parents=True, exist_ok=True)
         formats = self.formats
         if self.widths > 1 and (for_openvino := [each for each in formats if each.runs_in == 'openvino']):
             unpadded = replace(self, formats=for_openvino, written={}, pads=False)

@@ -237,7 +237,7 @@ class CompareConfig(LabelledConfig, FolderConfig):
     top: int = comparison(10, 'ranks to compare', allowed=Range(1))
     show: int = comparison(
         3,
-        'images that the report shows side by side; 0 = none',
+        'images that the report shows side by side, those that differ most; 0 = none',
         allowed=Range(0),
     )
     backend: tuple[str, ...] | None = option(

@@ -127,6 +127,7 @@ class ExportConfig(OnnxConfig):
         each=True,
     )
     include: tuple[str, ...] = option(('onnx',), 'files to write', allowed=tuple(FORMATS))
+    project: Path | None = option(None, 'folder of the files; default: that of the weights')
     imgsz: Sides = option(  # None until the model is known
         None,
         'height and width in pixels, or one number for both; default: that of the quantization, of a float checkpoint 640, of a classifier 224',
@@ -196,7 +197,8 @@ class ExportConfig(OnnxConfig):
     @property
     def files(self) -> dict[str, Path]:
         """Return the files to write: key of FORMATS → path."""
-        return {name: self.weights.with_name(self.weights.stem + FORMATS[name].suffix) for name in self.include}
+        folder = self.project or self.weights.parent
+        return {name: folder / f'{self.weights.stem}{FORMATS[name].suffix}' for name in self.include}
 
     def problems(self) -> Iterable[tuple[Any, str]]:
         """Check the options that need or exclude each other; see Settings.problems. Each format checks its own options."""
@@ -267,6 +269,7 @@ class DeepStreamConfig(OnnxConfig):
     )
     _: KW_ONLY
     batch: int = option(1, 'images per run of a graph with a fixed batch', allowed=Range(1))
+    project: Path | None = option(None, 'folder of the files; default: that of the weights')
 
     def problems(self) -> Iterable[tuple[Any, str]]:
         """Check the opset and the batch; see Settings.problems."""
@@ -288,4 +291,5 @@ class DeepStreamConfig(OnnxConfig):
             no_pad=self.no_pad,
             opset=self.opset,
             overwrite=self.overwrite,
+            project=self.project,
         )

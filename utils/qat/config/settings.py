@@ -75,8 +75,8 @@ def option_of(kind: type, name: str) -> Option | None:
 
 
 def flag_of(name: str, value: Any = None) -> str:
-    """Return the flag of a setting: --NAME, or --no-NAME for the value False."""
-    return f'--{"no-" * (value is False)}{name.replace("_", "-")}'
+    """Return the flag of a setting: --NAME, or --no-NAME for the value False. A field for_ is --for, a word of Python."""
+    return f'--{"no-" * (value is False)}{name.rstrip("_").replace("_", "-")}'
 
 
 def kind_of(annotation: Any) -> tuple[type, bool]:

@@ -5,7 +5,7 @@ the same resamples, so images that are easy or hard for all of them do not chang
 detections with labels are not computed again.
 """
 
-from collections.abc import Sequence
+from collections.abc import MutableMapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -30,7 +30,9 @@ def draw_resamples(number: int) -> np.ndarray:
     return counts
 
 
-def resampled_ap(images: Sequence[tuple[np.ndarray, ...]]) -> np.ndarray:
+def resampled_ap(
+    images: Sequence[tuple[np.ndarray, ...]], by_class: MutableMapping[int, np.ndarray] | None = None
+) -> np.ndarray:
     """Compute AP (0..1) on the images and on each resample of them: FP64 [1 + RESAMPLES, parts].
 
     The first row is for the images themselves. The parts are boxes and, if there are any, masks. To compare models, pass
@@ -39,6 +41,7 @@ def resampled_ap(images: Sequence[tuple[np.ndarray, ...]]) -> np.ndarray:
     Args:
         images: four arrays for each image. Of its n detections: correct, bool [n, parts, 10], whether each is correct
             at each IoU; score [n]; class [n]. Of its m labels: class [m].
+        by_class: gets the same of each class, NaN for resamples without its labels; None = not wanted.
     """
     number = len(images)
     counts = draw_resamples(number)
@@ -54,9 +57,10 @@ def resampled_ap(images: Sequence[tuple[np.ndarray, ...]]) -> np.ndarray:
         step = 1 + AT_ONCE // (1 + correct[found].any((1, 2)).sum())
         blocks = [slice(i, i + step) for i in range(0, len(labels), step)]
         for part, hits in enumerate(np.swapaxes(correct[found], 0, 1)):
-            total[:, part] += np.concatenate(
-                [average_precision(hits, image[found], labels[b], counts[:, b]) for b in blocks]
-            )
+            ap = np.concatenate([average_precision(hits, image[found], labels[b], counts[:, b]) for b in blocks])
+            total[:, part] += ap
+            if by_class is not None:
+                by_class.setdefault(int(c), np.empty_like(total))[:, part] = np.where(labels > 0, ap, np.nan)
     return total / np.maximum((there > 0).sum(0), 1)[:, None]  # on a resample without labels AP is 0
 
 
@@ -84,6 +88,18 @@ def average_precision(hits: np.ndarray, image: np.ndarray, labels: np.ndarray, c
     return ap / 100 / hits.shape[1]
 
 
+def chances(resampled: np.ndarray) -> list[float]:
+    """Compute half the width of the 95 % confidence interval of each column of `resampled_ap`, or of its class."""
+    if len(resampled) == 1:  # from one image
+        return [UNKNOWN] * resampled.shape[1]
+    return [float(chance) for chance in CERTAIN * np.nanstd(resampled[1:], 0)]
+
+
+def chance_of_share(hits: np.ndarray) -> float:
+    """Compute half the width of the 95 % confidence interval of the mean of 0 and 1; a bootstrap tends to it."""
+    return CERTAIN * float(hits.std()) / len(hits) ** 0.5 if len(hits) > 1 else UNKNOWN
+
+
 def difference(before: np.ndarray, after: np.ndarray) -> dict[str, Any]:
     """Compare two `resampled_ap` of the same images: AP `after` minus AP `before`, and its 95 % confidence interval.
 
@@ -91,8 +107,7 @@ def difference(before: np.ndarray, after: np.ndarray) -> dict[str, Any]:
     same of masks}.
     """
     gain = after[:, : before.shape[1]] - before[:, : after.shape[1]]  # one may have no masks
-    chance = CERTAIN * gain[1:].std(0) if len(gain) > 1 else np.full(gain.shape[1], UNKNOWN)  # from one image
-    boxes, *masks = ({'difference': float(d), 'chance': float(c)} for d, c in zip(gain[0], chance))
+    boxes, *masks = ({'difference': float(d), 'chance': c} for d, c in zip(gain[0], chances(gain)))
     return {**boxes, **({'mask': masks[0]} if masks else {})}
 
 

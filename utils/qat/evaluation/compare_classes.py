@@ -9,6 +9,7 @@ import torch
 from utils.qat.config.export import Limits
 from utils.qat.core.errors import QatError
 from utils.qat.core.text import markdown_table
+from utils.qat.evaluation.chance import difference
 from utils.qat.evaluation.compare import NUMPY_TOLERANCE, ElementDifferences, number, ranks_tables, tolerance_title
 from utils.qat.evaluation.metrics import ClassMetrics
 
@@ -44,7 +45,7 @@ class Differences:
         """Compute the comparison over all batches so far, as plain values. The metrics are None if the images have no labels."""
         means = {key: (total / images).tolist() for key, total in self.rank_sums.items()}
         ranks = [{'rank': i + 1, **{k: v[i] for k, v in means.items()}} for i in range(len(means['score']))]
-        first, second = ({'top1': m.top1, 'top5': m.top5} if m else None for m in (reference, other))
+        first, second = (m.to_json() if m else None for m in (reference, other))
         return {
             'images': images,
             **self.settings,
@@ -53,6 +54,7 @@ class Differences:
             'disagreement': float(np.mean(means['disagreement'])),  # over all ranks
             'reference': first,
             'other': second,
+            'against_reference': difference(reference.resampled, other.resampled) if reference and other else None,
         }
 
 

@@ -16,7 +16,7 @@ from utils.qat.core.files import distinct_names, sha256, write_document, write_j
 from utils.qat.core.machine import machine_table, versions
 from utils.qat.core.text import escaped, image, literal, markdown_table
 from utils.qat.evaluation.score_tables import bar_places
-from utils.qat.evaluation.side_by_side import Example, example_table, plot_examples
+from utils.qat.evaluation.side_by_side import Example, example_table, plot_example
 
 
 def verdict(task: Task, comparisons: Sequence[dict[str, Any]], names: Sequence[str]) -> list[str]:
@@ -49,7 +49,7 @@ def write_comparison(
     machine: dict[str, Any],
     following: str,
 ) -> str:
-    """Write compare.json, report.md, ranks.png and examples.png into `folder`, and return the `verdict`."""
+    """Write compare.json, report.md, ranks.png and a picture of each example into `folder`, and return the `verdict`."""
     names = model_names(config)
     files = {str(file): sha256(file) for file in config.models}
     write_json(
@@ -69,11 +69,15 @@ def write_comparison(
     if ranked:  # none if no model detects anything
         plot_ranks(folder / 'ranks.png', ranked)
         pictures.append(image('differences by rank', 'ranks.png'))
-    if examples:
-        plot_examples(folder / 'examples.png', examples, names)
-        pictures.append(image('best of each model side by side', 'examples.png'))
+    for earlier in folder.glob('example_*.png'):  # with --exist-ok
+        earlier.unlink()
+    shown = []
+    for number, example in enumerate(examples, 1):
+        file = folder / f'example_{number:02}.png'
+        plot_example(file, example, names)
+        table = example_table(example, names)
+        shown += [f'{escaped(Path(example.path).name)}, scores:', table, image('side by side', file.name)]
     found = verdict(task, comparisons, names)
-    shown = [part for e in examples for part in (f'{escaped(Path(e.path).name)}, scores:', example_table(e, names))]
     write_document(
         folder / 'report.md',
         f'{", ".join(names[1:])} compared with {names[0]}',

@@ -60,6 +60,7 @@ class DetectionMetrics(Metrics):
     columns: ClassVar[dict[str, str]] = {'ap': 'AP', 'ap50': 'AP50', 'precision': 'P', 'recall': 'R'}
     counted = 'instances'
     figures: ClassVar[dict[str, Any]] = dict.fromkeys(columns, SHARE)
+    of_class: ClassVar[dict[str, Any]] = {**figures, 'chance?': SHARE}  # half the width of the interval of its AP
     of_coco: ClassVar[dict[str, Any]] = dict.fromkeys(('ap', 'ap50', 'ap75'), NUMBER)
     kinds: ClassVar[dict[str, Any]] = {
         **figures,
@@ -67,7 +68,7 @@ class DetectionMetrics(Metrics):
         'instances': COUNT,
         'mask?': {**figures, 'coco?': of_coco},
         'coco?': of_coco,
-        'per_class': [{'class': INDEX, 'name': str, 'instances': INDEX, **figures, 'mask?': (NONE, figures)}],
+        'per_class': [{'class': INDEX, 'name': str, 'instances': INDEX, **of_class, 'mask?': (NONE, of_class)}],
     }
 
     ap: float
@@ -93,7 +94,7 @@ class ClassMetrics(Metrics):
         'images': COUNT,
         'agreement?': SHARE,
         'divergence?': NUMBER,
-        'per_class': [{'class': INDEX, 'name': str, 'images': COUNT, 'top1': SHARE, 'top5': SHARE}],
+        'per_class': [{'class': INDEX, 'name': str, 'images': COUNT, 'top1': SHARE, 'top5': SHARE, 'chance?': SHARE}],
     }
 
     top1: float  # share of the images whose class has the highest score

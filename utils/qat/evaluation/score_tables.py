@@ -77,9 +77,9 @@ def plot_classes(path: Path, models: dict[str, Metrics]) -> None:
 
     key, title = next(iter(models.values())).choosing()
     whole = 'AP of boxes (IoU 0.50:0.95)' if key == 'ap' else 'top-1 accuracy'
-    parts = {whole: lambda scores: scores.get(key) or 0}  # of a class or of all
+    parts = {whole: lambda scores: scores}  # of a class or of all
     if all(metrics.mask for metrics in models.values()):
-        parts['AP of masks (IoU 0.50:0.95)'] = lambda scores: (scores.get('mask') or {}).get(key) or 0
+        parts['AP of masks (IoU 0.50:0.95)'] = lambda scores: scores.get('mask') or {}
     # of the last model that has the class
     ap_of = {row['name']: row.get(key) or 0 for metrics in models.values() for row in metrics.per_class}
     worst = sorted(ap_of, key=ap_of.__getitem__)[:MOST]
@@ -88,14 +88,17 @@ def plot_classes(path: Path, models: dict[str, Metrics]) -> None:
     figure = Figure(figsize=(4 + 3 * panels, 1.5 + (0.12 + 0.12 * len(models)) * len(names)), layout='constrained')
     row_of_axes = iter(figure.subplots(1, panels, sharey=True, squeeze=False)[0])
     first, *others = models
-    for part, score in parts.items():
+    for part, scores_of in parts.items():
         axes = next(row_of_axes)
-        found = {model: {row['name']: score(row) for row in metrics.per_class} for model, metrics in models.items()}
+        rows = {model: {row['name']: scores_of(row) for row in metrics.per_class} for model, metrics in models.items()}
+        found = {model: {name: row.get(key) or 0 for name, row in named.items()} for model, named in rows.items()}
         for i, (model, metrics) in enumerate(models.items()):
             places, height = bar_places(range(len(names)), i, len(models))
-            mean = score(vars(metrics))
+            mean = scores_of(vars(metrics))[key]
             bars, label = [found[model].get(name, 0) for name in names], literal(f'{model} {mean:.4f}')
-            axes.barh(places, bars, height, color=f'C{i}', label=label)
+            chances = [rows[model].get(name, {}).get('chance', 0) for name in names]
+            intervals = {'xerr': chances, 'ecolor': '0.3', 'error_kw': {'linewidth': 1}} if any(chances) else {}
+            axes.barh(places, bars, height, color=f'C{i}', label=label, **intervals)
             axes.axvline(mean, linestyle='--', color=f'C{i}', linewidth=1)
         axes.set(xlim=(0, 1), xlabel=f'{part}; dashed: {"mean" if key == "ap" else "all images"}')
         small = {'frameon': False, 'fontsize': 8, 'handlelength': 1, 'columnspacing': 1}

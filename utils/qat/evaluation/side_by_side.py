@@ -67,6 +67,17 @@ class Example:
         """Convert to plain values, without the image."""
         return {'image': self.path, 'lines': [asdict(line) for line in self.lines]}
 
+    @property
+    def difference(self) -> float:
+        """The sum of the differences of scores between the reference and the others; a missing detection has the score 0."""
+        total = 0.0
+        for line in self.lines:
+            first = line.reference.score if line.reference else 0.0
+            for found, mark in zip(line.others, line.marks):
+                other = found.score if found else 0.0
+                total += abs(first) + abs(other) if mark == CLASS else abs(first - other) if mark else 0.0
+        return total
+
 
 def _new_line(found: Found, which: int, others: int) -> Line:
     """Make the line for a detection or class that only one of the other models has: number `which` of `others`, from 0."""
@@ -141,23 +152,23 @@ def class_lines(scores: Sequence[torch.Tensor], names: Mapping[int, str], top: i
 
 
 class Examples:
-    """Examples from a series of images, evenly spread; `found` has those so far."""
+    """Examples from a series of images, those that differ most; `found` has those so far, the largest difference first."""
 
-    def __init__(self, number: int, images: int, task: Task, data: Labelled, top: int) -> None:
-        """Start without examples: take `number` of the `images` that will come, and the `top` detections of each."""
-        self.wanted = {i * images // number for i in range(number)} if number else set()
-        self.task, self.names, self.top, self.seen = task, data.names, top, 0
+    def __init__(self, number: int, task: Task, data: Labelled, top: int) -> None:
+        """Start without examples: keep `number` of the images that will come, and the `top` detections of each."""
+        self.number, self.task, self.names, self.top = number, task, data.names, top
         self.mean, self.std = (torch.tensor(three).view(3, 1, 1) for three in (data.mean, data.std))
         self.found: list[Example] = []
 
     def look(self, image: torch.Tensor, path: str, found: Sequence[torch.Tensor]) -> None:
         """Take the next image: FP32 [3, H, W]; its path; detections [n, 6], or scores [C], of each model."""
-        number, self.seen = self.seen, self.seen + 1
-        if number not in self.wanted:
+        if not self.number:
             return
         lines = self.task.lines(found, self.names, self.top)
         pixels = ((image * self.std + self.mean).clamp(0, 1) * 255).round().byte().permute(1, 2, 0).numpy()
-        self.found.append(Example(pixels, path, lines))
+        if lines:
+            examples = [*self.found, Example(pixels, path, lines)]
+            self.found = sorted(examples, key=lambda example: -example.difference)[: self.number]
 
 
 def example_table(example: Example, models: Sequence[str]) -> str:
@@ -181,41 +192,41 @@ def example_table(example: Example, models: Sequence[str]) -> str:
     return markdown_table(titles, rows)
 
 
-def plot_examples(path: Path, examples: Sequence[Example], models: Sequence[str]) -> None:
-    """Draw examples: a row for each image, the reference on the left, the other models on the right, lists of scores below.
+def plot_example(path: Path, example: Example, models: Sequence[str]) -> None:
+    """Draw an example with at least one detection or class: the reference on the left, the other models on the right, lists of scores below.
 
     The numbers are ranks. Colours mark the differences from the reference; in its own picture they mark the difference of the
-    first model that differs. Each example has at least one detection or class.
+    first model that differs.
     """
-    most = max(max(len(_of_model(e, m)) for m in range(len(models))) for e in examples)
-    side, text = 4.6, 0.17 * most + 0.3
-    height = (side + text) * len(examples) + 1.0
+    most = max(len(_of_model(example, m)) for m in range(len(models)))
+    side, line = 4.6, 0.2
+    text = line * most + 0.3
+    height = side + text + 0.9
     figure = Figure(figsize=(side * len(models), height))
-    places = figure.subplots(2 * len(examples), len(models), height_ratios=[side, text] * len(examples), squeeze=False)
-    figure.subplots_adjust(0.01, 0.45 / height, 0.99, 1 - 0.45 / height, wspace=0.03, hspace=0.02)
-    for example, *row in zip(examples, places[::2], places[1::2]):
-        for column, (model, axes, below) in enumerate(zip(models, *row)):
-            axes.imshow(example.image)
-            axes.set_axis_off()
-            below.set_axis_off()
-            name = f'{model}: {Path(example.path).name}' if column == 0 else model
-            axes.set_title(literal(name), fontsize=9)
-            labels: list[tuple[float, float]] = []
-            for place, (found, mark) in enumerate(_of_model(example, column)):
-                tone, strong = COLOURS[mark], mark != SAME
-                if found.box:
-                    _draw_box(axes, found, mark, labels)
-                below.text(
-                    0.02,
-                    1 - (place + 0.7) * 0.17 / text,
-                    literal(f'{found.rank:>3}  {found.score:.3f}  {found.name}' + f'   ({mark})' * strong),
-                    fontsize=8,
-                    family='monospace',
-                    color=tone if strong else '0.15',
-                    va='center',
-                    transform=below.transAxes,
-                )
-    boxes = any(line.reference and line.reference.box for e in examples for line in e.lines)
+    above, below = figure.subplots(2, len(models), height_ratios=[side, text], squeeze=False)
+    figure.subplots_adjust(0.01, 0.45 / height, 0.99, 1 - 0.35 / height, wspace=0.03, hspace=0.02)
+    for column, (model, axes, scores) in enumerate(zip(models, above, below)):
+        axes.imshow(example.image)
+        axes.set_axis_off()
+        scores.set_axis_off()
+        name = f'{model}: {Path(example.path).name}' if column == 0 else model
+        axes.set_title(literal(name), fontsize=10)
+        labels: list[tuple[float, float]] = []
+        for place, (found, mark) in enumerate(_of_model(example, column)):
+            tone, strong = COLOURS[mark], mark != SAME
+            if found.box:
+                _draw_box(axes, found, mark, labels)
+            scores.text(
+                0.02,
+                1 - (place + 0.7) * line / text,
+                literal(f'{found.rank:>3}  {found.score:.3f}  {found.name}' + f'   ({mark})' * strong),
+                fontsize=10,
+                family='monospace',
+                color=tone if strong else '0.15',
+                va='center',
+                transform=scores.transAxes,
+            )
+    boxes = any(line.reference and line.reference.box for line in example.lines)
     meaning = MEANING if boxes else MEANING_OF_CLASSES
     handles = [Rectangle((0, 0), 1, 1, color=COLOURS[mark]) for mark in meaning]
     figure.legend(

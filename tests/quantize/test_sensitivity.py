@@ -15,6 +15,7 @@ from models.quantize.analysis.sensitivity import DivergenceEstimate, unit_costs
 from models.quantize.blocks import Twin
 from models.quantize.calibration.calibrate import fit_ranges
 from models.quantize.calibration.divergence import HeadOutputs
+from models.quantize.blocks import QuantConv2d
 from models.quantize.convert import CHOSEN, find_twins, quantize_model
 from models.quantize.kept import Kept, within_budget
 from models.quantize.network import find_units, left_out
@@ -218,7 +219,9 @@ def test_the_file_and_the_audit_know_the_choice(partly, tmp_path, trt):
     found = audit(graph)
     assert not found.findings
     chosen = [c.name for c in found.convs if c.reason == 'by choice']
-    assert len(chosen) == sum(isinstance(model.get_submodule(p), torch.nn.Conv2d) for p in kept)
+    grouped = [p for p, m in model.named_modules() if isinstance(m, QuantConv2d) and m.groups > 1]
+    wanted = {*kept, *(grouped if trt == 11 else ())}
+    assert len(chosen) == sum(isinstance(model.get_submodule(p), torch.nn.Conv2d) for p in wanted)
     del graph.metadata_props[:]
     assert {f.kind for f in audit(graph).findings} >= {'float conv', 'mixed'}, 'without the choice they are findings'
 

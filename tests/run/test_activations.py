@@ -381,5 +381,13 @@ def test_without_fine_tuning_a_run_that_went_on_delivers_its_model(small, tmp_pa
     assert best.read_bytes() == (folder / report['ptq']['file']).read_bytes() and not (folder / STATE).exists()
 
 
+def test_a_run_that_learns_nothing_goes_on_after_the_exchange_too(small, tmp_path):
+    options = '--weights', small.single, '--data', small.data, '--project', tmp_path, '--calib-images', 8
+    words = 'qat.py', 'quantize', *options, *ON_CPU, '--target', 'openvino', '--epochs', 0
+    assert '--resume' in interrupt('comparing', 1, *words)
+    command('qat.py', 'quantize', '--resume', tmp_path / 'exp')
+    assert json.loads((tmp_path / 'exp' / 'report.json').read_text())['ptq']
+
+
 def test_before_a_state_is_there_an_interrupt_names_no_resume(small, tmp_path):
     assert '--resume' not in interrupt('relu, epoch 1/10', 1, *quantize(small, tmp_path, 10, 0))

@@ -83,7 +83,7 @@ class State:
     device: str = kept(str)
     machine: dict[str, Any] = kept({str: (str, bool, NUMBER, {str: str})})
     classes: dict[str, str] = kept({str: str})  # class index → name
-    images: dict[str, int] = kept({'val': COUNT, 'held out?': COUNT, 'train': COUNT})  # their number
+    images: dict[str, int] = kept({'val': COUNT, 'held out?': COUNT, 'train?': COUNT})  # their number
     origin: Stage | None = kept((NONE, *SCORES), default=None)  # the float model
     # The float model with other activation functions; None without --activation
     adapted: Stage | None = kept((NONE, *({'loss': LOSS, **kind} for kind in ({'file': _file}, *SCORED))), default=None)

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from utils.qat.config.common import OR_ALL, SEED, SHARE, SIZE, FolderConfig, LoaderConfig, names_from, scores
-from utils.qat.config.settings import Range, Sides, flag_of, image_size, option, run
+from utils.qat.config.settings import Range, Settings, Sides, flag_of, image_size, option, run
 from utils.qat.config.tables import CHECKPOINTS, DEFAULT_TARGET, EXPORTED, PREDICTING, TARGETS
 from utils.qat.config.tasks import TASKS, load_task
 from utils.qat.core.errors import QatError
@@ -139,20 +139,9 @@ class FileEvalConfig(EvalConfig):
 
 
 @dataclass(frozen=True, kw_only=True)
-class CalibrationConfig(ModelConfig):
-    """Settings that `quantize` and `sensitive` share: a float checkpoint and its calibration."""
+class PtqConfig(Settings):
+    """Settings of post-training quantization, for a model from anywhere."""
 
-    HIDDEN: ClassVar[tuple[str, ...]] = ('hyp', 'overlap', 'mask_ratio')
-    imgsz: Sides = option(  # None until the model is known
-        None,
-        'height and width in pixels, or one number for both; default: 640, of a classifier 224',
-        *SIZE,
-        allowed=Range(32),
-    )
-    project: Path = Path('runs/qat')
-    hyp: Path | None = option(
-        None, 'fine-tune on images augmented as this file says; default: as they are', parse=in_tree
-    )
     target: str = option(
         DEFAULT_TARGET,
         'engine that the placement of Q/DQ is made for'
@@ -160,7 +149,6 @@ class CalibrationConfig(ModelConfig):
         allowed=tuple(TARGETS),
     )
     seed: int = run(57, 'seed of all random numbers', allowed=SEED)
-    calib_images: int = calibration(512, 'training images to calibrate on, at most', allowed=Range(1))
     calib_method: str = calibration(
         'auto',
         'range of an activation. mse, l2.4: least error, to the power 2 or 2.4. fisher: least change of the detections. '
@@ -181,13 +169,30 @@ class CalibrationConfig(ModelConfig):
         'tied: tensors joined by Concat, MaxPool, split, nearest resize or Add share one scale; free: none do',
         allowed=SCALE_POLICIES,
     )
-
     activation: str = activations(  # AUTO until the model is known
         AUTO,
         'exchange SiLU for a function that is faster in INT8: a polynomial near to it, or a ReLU, which the model has to learn. '
         'auto: `quantize` takes the polynomial in YOLOv9 for OpenVINO, else keep',
         allowed=(AUTO, *ACTIVATIONS),
     )
+
+
+@dataclass(frozen=True, kw_only=True)
+class CalibrationConfig(PtqConfig, ModelConfig):
+    """Settings that `quantize` and `sensitive` share: a float checkpoint and its calibration."""
+
+    HIDDEN: ClassVar[tuple[str, ...]] = ('hyp', 'overlap', 'mask_ratio')
+    imgsz: Sides = option(  # None until the model is known
+        None,
+        'height and width in pixels, or one number for both; default: 640, of a classifier 224',
+        *SIZE,
+        allowed=Range(32),
+    )
+    project: Path = Path('runs/qat')
+    hyp: Path | None = option(
+        None, 'fine-tune on images augmented as this file says; default: as they are', parse=in_tree
+    )
+    calib_images: int = calibration(512, 'training images to calibrate on, at most', allowed=Range(1))
 
     @property
     def exchanges(self) -> bool:

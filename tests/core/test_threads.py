@@ -98,6 +98,10 @@ def test_it_is_said_before_torch_is_loaded(watched, file):
         )
 
 
+def test_upstreams_commands_keep_their_settings(watched):
+    assert run('train.py', '-h', PYTHONPATH=str(watched)) == 'loads torch with None'
+
+
 needs_two = pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason='one CPU: no thread waits for another')
 
 

@@ -12,7 +12,6 @@ Source of the criteria: Wu et al., "Integer Quantization for Deep Learning Infer
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
 
 import torch
 import torch.nn as nn
@@ -214,9 +213,8 @@ def histogram_amax(histograms: Mapping[str, Histogram], method: str, config: Ptq
     return (SEARCH[method](counts, config) * bin_width(exponents)).float()
 
 
-ForwardLoop = Callable[
-    [nn.Module], Any
-]  # it runs batches of images, FP32 [B, 3, H, W] in 0..1, through a model, on its device
+# It runs batches of images, FP32 [B, 3, H, W] in 0..1, through a model, on its device
+ForwardLoop = Callable[[nn.Module], object]
 
 
 def over(batches: Iterable[torch.Tensor]) -> ForwardLoop:

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 import torch.nn as nn
 
+from models.quantize.blocks import is_quantized
 from models.quantize.calibration.bias_correction import convs_with_bias, correct_biases, own_shifts
 from models.quantize.calibration.calibrate import (
     ForwardLoop,
@@ -28,7 +29,7 @@ from models.quantize.calibration.calibrate import (
 from models.quantize.calibration.divergence import HeadOutputs, fisher_amax, log_divergences, typical
 from models.quantize.convert import Conversion, quantize_model
 from models.quantize.network import has_known_head, removed_after, require_known_head
-from models.quantize.quantizers import named_quantizers, quantizers_off
+from models.quantize.quantizers import has_ranges, quantizers_off
 from models.quantize.scales import shared_scales, tie_scales
 from utils.qat.backends.pytorch import task_of
 from utils.qat.config.qat import CANDIDATES, PtqConfig
@@ -212,11 +213,6 @@ def prepare(model: nn.Module, config: PtqConfig, keep_float: Sequence[str] = ())
     return conversion, groups
 
 
-def is_calibrated(model: nn.Module) -> bool:
-    """Tell whether the quantizers of a model have ranges."""
-    return all(hasattr(quantizer, '_amax') for _, quantizer in named_quantizers(model))
-
-
 def calibrate(
     model: nn.Module,
     forward_loop: ForwardLoop,
@@ -227,8 +223,11 @@ def calibrate(
     """Calibrate a model of `prepare` in place on the images of a loop; `sample` chooses between the calibrations.
 
     Returns plain values for the report: 'method', 'biases' ('all' or 'none' were corrected), and 'divergence', the
-    compared divergences. `progress` is called as log.bar is. Raises QatError, see `choose_calibration`.
+    compared divergences. `progress` is called as log.bar is. Raises QatError, see `choose_calibration`, or if the model has
+    ranges: its biases may be corrected, and it would be compared with itself.
     """
+    if not is_quantized(model) or has_ranges(model):
+        raise QatError('calibration: takes a model once, after it was prepared; take the float model, and prepare it')
     with removed_after([model.register_forward_pre_hook(sample)]):
         histograms = collect_histograms(model, forward_loop)
     require_values(histograms)  # before the sample is asked for images that it may not have

@@ -45,10 +45,7 @@ class ModelConfig(FolderConfig, LoaderConfig):
         MISSING,
         'checkpoint (.pt), or pretrained weights of torchvision: a name, such as resnet50, or a file (.pth)',
     )
-    data: Path = option(
-        COCO,
-        'data YAML; of a classifier a folder with train/ and val/',
-    )
+    data: Path = option(COCO, 'data YAML; of a classifier a folder with train/ and val/')
     _: KW_ONLY
     names_from: str | None = names_from()
     only_task: str | None = None  # refuse models of other tasks; a key of TASKS
@@ -103,10 +100,7 @@ class EvalConfig(ModelConfig):
     )
     conf_thres: float = scores(0.001, 'lowest score that counts, but for files with NMS inside', allowed=SHARE)
     iou_thres: float = scores(0.7, 'IoU above which NMS drops a box, likewise', allowed=SHARE)
-    square: bool = scores(
-        False,
-        'letterbox to squares, as for exported files; default: padded rectangles, as val.py',
-    )
+    square: bool = scores(False, 'letterbox to squares, as for exported files; default: padded rectangles, as val.py')
     save_json: bool = True  # write the detections, in COCO's result format
     baseline: Path | None = option(None, 'another model, such as the float one; the report has the differences')
     backend: str | None = option(
@@ -160,10 +154,7 @@ class PtqConfig(Settings):
         'percentage of magnitudes in the range of --calib-method percentile',
         allowed=Range(0.0, 100.0, without=0),
     )
-    bias_correction: bool = calibration(
-        True,
-        'do not let the biases correct the shift of rounding',
-    )
+    bias_correction: bool = calibration(True, 'do not let the biases correct the shift of rounding')
     scale_policy: str = calibration(
         'tied',
         'tied: tensors joined by Concat, MaxPool, split, nearest resize or Add share one scale; free: none do',
@@ -214,9 +205,7 @@ class SensitiveConfig(CalibrationConfig):
     project: Path = Path('runs/qat_sensitive')
     num_image: int = units(100, 'images of val, at most, evenly spread; 0 = all', allowed=OR_ALL)
     granularity: str = units(
-        'block',
-        'units whose cost is measured; a block is a part of a layer',
-        allowed=GRANULARITIES,
+        'block', 'units whose cost is measured; a block is a part of a layer', allowed=GRANULARITIES
     )
     metric: str = units(
         'both',

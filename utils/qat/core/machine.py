@@ -70,6 +70,13 @@ ONNX_RUNTIME_SPINS = '100'  # us
 CHOSEN = 'OMP_WAIT_POLICY', 'GOMP_SPINCOUNT', 'KMP_BLOCKTIME'  # of OpenMP, of GCC's library, of LLVM's and Intel's
 
 
+def exact_convolutions() -> contextlib.AbstractContextManager[None]:
+    """Return a context in which a GPU's convolutions are as in the commands, see `select_device`, and the same ones each time."""
+    from torch.backends import cudnn
+
+    return cudnn.flags(enabled=True, deterministic=True, allow_tf32=False)
+
+
 def select_device(text: str, exact: bool = True) -> torch.device:
     """Select the device of --device; a GPU becomes the current device of streams and kernels.
 

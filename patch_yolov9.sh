@@ -58,7 +58,7 @@ attempt() { # a function that writes; if it fails, the last line that it says is
 }
 
 # ---- what we lay over: a whitelist of places, filled with what exists here -------------------------------------------
-COMMANDS='qat|reparameterization|export_qat|export_yoloV9|val_trt|benchmark_trt|compare_outputs' # of every version
+COMMANDS='qat|yolov9_qat|reparameterization|export_qat|export_yoloV9|val_trt|benchmark_trt|compare_outputs' # of every version
 FOLDER='(models/(quantize|deploy)|utils/qat)(/[A-Za-z0-9_]+)*'
 ours() { # is this a path that this toolkit, in any version, writes?
     [[ $1 =~ ^($COMMANDS|$FOLDER/[A-Za-z0-9_]+|segment/qat_seg|classify/qat_cls|scripts/[A-Za-z0-9_]+)\.py$ || $1 =~ ^scripts/[A-Za-z0-9_]+\.sh$ ]] &&
@@ -153,7 +153,7 @@ stage() { # writes to $NEW what shall lie in the tree
     for f in "${FILES[@]}"; do
         if [[ $MODE == copy ]]; then
             cp --preserve=mode "$HERE/$f" "$NEW/$f"
-        elif [[ $f != */* || $f == scripts/*.py || $f == segment/*.py || $f == classify/*.py ]]; then
+        elif [[ ($f != */* && $f != yolov9_qat.py) || $f == scripts/*.py || $f == segment/*.py || $f == classify/*.py ]]; then
             # A command cannot be a symlink: Python puts the folder of the real file on sys.path, which is not the patched tree.
             launcher "$f" >"$NEW/$f"
         else

@@ -18,14 +18,16 @@ from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, os.getcwd())
-import utils.qat  # noqa: F401  before torch: it makes waiting threads sleep
+from utils.qat.core.machine import set_environment
+
+set_environment()  # before torch: waiting threads sleep
 
 # isort: split
 import torch
 
 from models.quantize import checkpoint
 from models.quantize.calibration.bias_correction import convs_with_bias, correct_biases, own_shifts
-from models.quantize.calibration.calibrate import calibrate_weights, collect_histograms, set_ranges
+from models.quantize.calibration.calibrate import calibrate_weights, collect_histograms, over, set_ranges
 from models.quantize.calibration.divergence import HeadOutputs, typical_divergence
 from models.quantize.calibration.ptq import COMPARED, CORRECTED, every_third, prepare, ranges_by
 from utils.qat.backends.pytorch import TorchModel
@@ -84,7 +86,7 @@ def ways(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
     model = deepcopy(reference)
     prepare(model, config)
     images = Loaders(data, config, predict.stride, device).calibration()
-    histograms = collect_histograms(model, images)
+    histograms = collect_histograms(model, over(images))
     fitted, _ = every_third(list(images.spread(COMPARED)))
     calibrate_weights(model)
     biases = {path: m.bias.detach().clone() for path, m in convs_with_bias(model)}

@@ -26,7 +26,9 @@ from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, os.getcwd())
-import utils.qat  # noqa: F401  before torch: it makes waiting threads sleep
+from utils.qat.core.machine import set_environment
+
+set_environment()  # before torch: waiting threads sleep
 
 # isort: split
 import torch

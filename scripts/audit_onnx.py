@@ -59,18 +59,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parse_args(argv)
     require_file(args.model, 'MODEL', ('.onnx',))
 
-    from utils.qat.config.tables import DEFAULT_TARGET, load_target
     from utils.qat.core.files import write_json
     from utils.qat.graph import audit
     from utils.qat.graph.onnx_file import load
-    from utils.qat.graph.onnx_graph import has_zero_points, metadata_value
-    from utils.qat.vendors.graphs import graph_of
+    from utils.qat.graph.onnx_graph import has_zero_points
+    from utils.qat.vendors.graphs import audit_for_target
     from utils.qat.vendors.tensorrt.engine.api import can_build
 
     model = load(args.model)
     with naming(args.model):
-        target = load_target(metadata_value(model, 'target', DEFAULT_TARGET))
-        found = audit.audit(model, graph_of(target.name).RULES)
+        target, found = audit_for_target(model)
     shown, written = None if is_verbose() else SHOWN, {'file': str(args.model), **audit.plain_audit(found)}
     LOGGER.log(RESULT, f'{args.model}, for {target.title}\n{audit.audit_text(found, shown)}\n')
     if args.openvino:

@@ -135,7 +135,9 @@ def pytest_configure(config):
         TREE / 'models' / 'common.py'
     ).read_text()
     sys.path.insert(0, str(TREE))
-    import utils.qat  # noqa: F401  before torch: see utils/qat/core/machine.py
+    from utils.qat.core.machine import set_environment
+
+    set_environment()  # before torch
 
     if TREE == REPO:
         return

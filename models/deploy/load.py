@@ -31,6 +31,12 @@ def load_model(path: Path, device: torch.device, backend: str | None = None) -> 
         return TorchModel(model, quant, RoundedOnce(model))
 
 
+def predicting(model: torch.nn.Module) -> TorchModel:
+    """Wrap a model of yolov9_qat.py, whose attribute `quant` has its recipe if it is quantized. Raises QatError if it is not calibrated."""
+    quant = getattr(model, 'quant', {})
+    return TorchModel(model, quant if 'recipe' in quant else None, RoundedOnce(model))
+
+
 def load_format(name: str) -> Format:
     """Import the module of a format and return its FORMAT. name: a key of FORMATS."""
     return import_module(FORMATS[name].module).FORMAT

@@ -15,7 +15,7 @@ import torch.nn as nn
 from torchvision.ops.misc import SqueezeExcitation
 
 from models.quantize.network import left_out
-from utils.qat.config.qat import AUTO, CalibrationConfig, QuantizeConfig
+from utils.qat.config.qat import AUTO, PtqConfig, QuantizeConfig
 from utils.qat.config.tables import load_target
 from utils.qat.core.errors import QatError
 from utils.qat.core.log import LOGGER
@@ -82,7 +82,7 @@ def exchangeable(model: nn.Module, activation: str) -> list[str]:
     ]
 
 
-def activation_for(model: nn.Module, config: CalibrationConfig) -> str:
+def activation_for(model: nn.Module, config: PtqConfig) -> str:
     """Decide what the activation functions of a float model become: config.activation, 'keep' for nothing.
 
     AUTO is the target's in a run of `quantize`, for a network of YOLOv9 that has a function to exchange; networks of torchvision were not

@@ -1,12 +1,12 @@
 """Float model → float model: it learns to compute what it did with other activation functions."""
 
 from collections.abc import Callable, Iterable, Iterator
+from typing import Any
 
 import torch.nn as nn
 
 from models.quantize.activations import exchanges
 from models.quantize.finetuning.loop import Epoch, Learning, finetune
-from utils.qat.data.loaders import TrainingImages
 
 RATE = 1e-3  # the highest learning rate
 EXCHANGED_AT = 0.3  # share of the steps after which only the new functions are left
@@ -15,18 +15,16 @@ EXCHANGED_AT = 0.3  # share of the steps after which only the new functions are 
 def adapt(
     student: nn.Module,
     teacher: nn.Module,
-    images: TrainingImages,
+    images: Any,
     how: Learning,
     progress: Callable[[Iterator, int, int], Iterable] | None = None,
     after: Epoch | None = None,
 ) -> Iterator[Epoch]:
     """Teach an exchanged float model (see activations.exchanged) in place, and yield after each epoch, see loop.finetune.
 
-    The functions change gradually: all at once the network begins with no detection at all, and ends lower. Epochs have how.iters steps,
-    whatever the number of images.
+    The functions change gradually: all at once the network begins with no detection at all, and ends lower.
     """
     share = next(iter(exchanges(student).values())).share
-    images.fill(how.iters)
     yield from finetune(
         student, teacher, images, how, progress, after, lambda done: share.fill_(min(1.0, done / EXCHANGED_AT))
     )

@@ -19,6 +19,7 @@ from models.common import RepConvN
 from models.quantize.blocks import is_quantized
 from models.quantize.network import fold_batch_norms, head_of
 from models.quantize.pickled_modules import OURS, TORCHVISION, TWINS, build
+from models.quantize.quantizers import require_ranges
 from models.quantize.reparameterize import main_branch
 from models.quantize.scales import shared_scales
 from utils.qat.backends.pytorch import stride_of, task_of
@@ -214,6 +215,14 @@ def _stored(tensor: torch.Tensor) -> torch.Tensor:
     return nn.Parameter(plain, requires_grad=False) if isinstance(tensor, nn.Parameter) else plain
 
 
+def save_model(path: Path, model: nn.Module, recipe: dict[str, Any], source: str) -> None:
+    """Write a checkpoint of a calibrated model, see `save_quantized`, or of a float one, which has no recipe."""
+    if is_quantized(model):
+        save_quantized(path, model, recipe, source)
+    else:
+        save_float(path, model, source)
+
+
 def save_float(path: Path, model: nn.Module, source: str) -> None:
     """Write a checkpoint of a float model that was learnt from the one in the file with the SHA-256 `source`, hex digits.
 
@@ -226,7 +235,9 @@ def save_quantized(path: Path, model: nn.Module, recipe: dict[str, Any], source:
     """Write a checkpoint of a calibrated model that `load_quantized`, and upstream's val.py and detect.py, can load.
 
     `recipe` has the settings as plain values, with the policies; `source` is the SHA-256 of the float checkpoint, in hex digits.
+    Raises QatError if the model is not calibrated.
     """
+    require_ranges(model)
     quant = {
         'format': FORMAT,
         'recipe': recipe,
@@ -244,5 +255,6 @@ def _save(path: Path, model: nn.Module, beside: dict[str, Any]) -> None:
     """
     stored = {id(t): _stored(t) for t in chain(model.parameters(), model.buffers())}
     model = deepcopy(model, stored).cpu().eval()  # deepcopy takes these tensors instead of copying
+    vars(model).pop('quant', None)  # what yolov9_qat.py knows of a model is beside it
     content = {'model': model, 'ema': None, 'epoch': -1, 'optimizer': None, **beside}
     write_torch(path, {**content, 'date': datetime.datetime.now().isoformat()})

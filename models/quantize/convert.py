@@ -9,7 +9,7 @@ from models.common import DFL
 from torchvision.models.convnext import CNBlock, ConvNeXt
 from torchvision.ops.misc import SqueezeExcitation
 
-from models.quantize.blocks import ACTIVATIONS, TWINS, QuantResidual
+from models.quantize.blocks import ACTIVATIONS, TWINS, QuantResidual, is_quantized
 from models.quantize.pickled_modules import TORCHVISION
 from models.quantize.quantizers import named_quantizers
 from models.quantize.scales import never_negative
@@ -120,7 +120,12 @@ def twins_of(model: nn.Module, target: Target) -> dict[type, Any]:
 
 
 def find_twins(model: nn.Module, target: Target = TENSORRT) -> dict[str, str]:
-    """Find the blocks of a fused float model that `quantize_model` swaps: path → class, in the order of the network."""
+    """Find the blocks of a fused float model that `quantize_model` swaps: path → class, in the order of the network.
+
+    Raises QatError, see `float_blocks`, or if the model is quantized.
+    """
+    if is_quantized(model):
+        raise QatError('the model is quantized already; take the float model')
     kept, twins = float_blocks(model, target), twins_of(model, target)
     return {
         path: type(m).__name__

@@ -24,7 +24,7 @@ from absl import logging as absl_logging
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from utils.qat.compat import imported_when_called
-from utils.qat.core.errors import one_line
+from utils.qat.core.errors import QatError, one_line
 from utils.qat.core.log import LOGGER
 
 # At import the library scripts a function, and imports one of SciPy for a calibrator; nothing here uses either
@@ -189,6 +189,17 @@ def named_quantizers(model: nn.Module) -> list[tuple[str, Quantizer]]:
     return [(name, m) for name, m in model.named_modules() if isinstance(m, Quantizer)]
 
 
+def has_ranges(model: nn.Module) -> bool:
+    """Tell whether a model is calibrated: all of its quantizers have ranges."""
+    return all(hasattr(q, '_amax') for _, q in named_quantizers(model))
+
+
+def require_ranges(model: nn.Module) -> None:
+    """Raise QatError for a model that was prepared and not calibrated."""
+    if not has_ranges(model):
+        raise QatError('the model has no ranges yet; calibrate it first')
+
+
 def has_zero_points(model: nn.Module) -> bool:
     """Tell whether a calibrated model has a zero point other than 0."""
     return any(q._zero_point.any() for _, q in named_quantizers(model))
@@ -246,6 +257,7 @@ class FixedScales:
     """
 
     def __init__(self, model: nn.Module, share: bool = False) -> None:
+        require_ranges(model)
         quantizers = [q for _, q in named_quantizers(model)]
         per_tensor = [q for q in quantizers if q._axis is None]
         pairs = [torch.stack((q.scale, q._zero_point)) for q in per_tensor]

@@ -1,4 +1,4 @@
-"""Waiting threads sleep: in each command, its children, and upstream's commands, unless the user chose otherwise."""
+"""Waiting threads sleep: in each command and its children, unless the user chose otherwise."""
 
 import os
 import subprocess
@@ -20,7 +20,7 @@ WITHOUT = {  # why it is not here → files
         *('demo/make_data.py', 'examples/infer_engine.py'),
     ],
     'runs the other commands in processes of their own': ['scripts/verify_tensorrt.py'],
-    'loads it when an engine is built, long after utils.qat': ['scripts/build_engine.py'],
+    'loads it when an engine is built, long after the environment is set': ['scripts/build_engine.py'],
 }
 ARGUMENTS = {  # with which a file gets to the point where it loads torch or ONNX Runtime
     **dict.fromkeys(['qat.py', 'segment/qat_seg.py', 'classify/qat_cls.py'], 'eval --weights w.pt --data data.yaml'),
@@ -44,6 +44,7 @@ class Finder:
             os._exit(0)
 sys.meta_path.insert(0, Finder)
 """
+SET = 'from utils.qat.core.machine import set_environment; set_environment()'
 USES = """
 import time, torch
 x = torch.zeros(torch.get_num_threads() << 16)
@@ -97,12 +98,16 @@ def test_it_is_said_before_torch_is_loaded(watched, file):
         )
 
 
+def test_upstreams_commands_keep_their_settings(watched):
+    assert run('train.py', '-h', PYTHONPATH=str(watched)) == 'loads torch with None'
+
+
 needs_two = pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason='one CPU: no thread waits for another')
 
 
 @needs_two
 def test_threads_of_pytorch_sleep():
-    assert 3 * busy('import utils.qat') < busy('import utils.qat', OMP_WAIT_POLICY='active')
+    assert 3 * busy(SET) < busy(SET, OMP_WAIT_POLICY='active')
 
 
 @pytest.mark.faults
@@ -112,7 +117,7 @@ def test_processes_that_are_started(tmp_path):
         textwrap.dedent(f"""
         import os, sys
         sys.path.insert(0, {str(TREE)!r})
-        import utils.qat
+        {SET}
         assert 'torch' not in sys.modules
         from torch.utils.data import DataLoader
 

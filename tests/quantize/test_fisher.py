@@ -4,7 +4,7 @@ import pytest
 import torch
 from zoo import image, same, settings, state
 
-from models.quantize.calibration.calibrate import collect_histograms, histogram_amax
+from models.quantize.calibration.calibrate import collect_histograms, histogram_amax, over
 from models.quantize.calibration.divergence import TRIED, HeadOutputs, fisher_amax, probe, typical_divergence
 from models.quantize.quantizers import Quantizer, named_quantizers, quantizers_off
 
@@ -50,7 +50,7 @@ def test_a_probe_knows_what_changes_nothing():
 def test_the_range_is_the_best_of_all_tried(demo):
     """For a quantizer that many tensors share: gradients from autograd, errors from its own rounding."""
     model, config = demo.quantized_model(), settings()
-    histograms = collect_histograms(model, BATCHES)
+    histograms = collect_histograms(model, over(BATCHES))
     found = fisher_amax(model, histograms, BATCHES, config)
     assert found.keys() == histograms.keys()
     path = next(
@@ -91,8 +91,8 @@ def test_the_range_is_the_best_of_all_tried(demo):
 def test_nothing_is_left_behind(demo):
     model = demo.quantized_model().requires_grad_(True)
     before, flags = state(model), [p.requires_grad for p in model.parameters()]
-    first = fisher_amax(model, collect_histograms(model, BATCHES), BATCHES, settings())
-    again = fisher_amax(model, collect_histograms(model, BATCHES), BATCHES, settings())
+    first = fisher_amax(model, collect_histograms(model, over(BATCHES)), BATCHES, settings())
+    again = fisher_amax(model, collect_histograms(model, over(BATCHES)), BATCHES, settings())
     assert same(first, again) and same(state(model), before) and [p.requires_grad for p in model.parameters()] == flags
     assert not any(m._forward_hooks for m in model.modules()) and all(p.grad is None for p in model.parameters())
     assert not any(q._disabled for _, q in named_quantizers(model))

@@ -16,7 +16,7 @@ from models.quantize.calibration.bias_correction import (
     own_errors,
     shrunk_mean,
 )
-from models.quantize.calibration.calibrate import collect_histograms
+from models.quantize.calibration.calibrate import collect_histograms, over
 from models.quantize.calibration.divergence import HeadOutputs, typical, typical_divergence
 from models.quantize.calibration.ptq import (
     CANDIDATES,
@@ -172,10 +172,8 @@ def test_batches_do_not_matter(small):
 
 
 def calibrated(small, images=ONE_BY_ONE, **changes):
-    model, reference, config = small.quantized_model(), small.float_model(), settings(**changes)
-    found, method, corrected, _ = choose_calibration(
-        model, reference, collect_histograms(model, BATCHES), images, config
-    )
+    model, config = small.quantized_model(), settings(**changes)
+    found, method, corrected, _ = choose_calibration(model, collect_histograms(model, over(BATCHES)), images, config)
     return model, found, method, corrected
 
 

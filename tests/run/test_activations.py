@@ -205,6 +205,7 @@ def test_the_model_learns_its_new_functions(small):
     student = exchanged(teacher, 'relu', exchangeable(teacher, 'relu'))
     untaught = output(finished(deepcopy(student)), IMAGES[0])
     images = Counted()
+    images.fill(10)
     epochs = list(adapt(student, teacher, images, Learning(3, 10, 1e-3, boxes=True)))
     assert [e.steps for e in epochs] == [10, 10, 10], 'an epoch has --iters steps, however few the images'
     assert images.seen == [*range(12)]

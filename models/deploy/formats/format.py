@@ -175,8 +175,13 @@ def size_of(*files: Path) -> str:
 
 
 def open_export(config: ExportConfig, formats: Sequence[Format], flag: str = '--imgsz') -> Export:
-    """Load a checkpoint for `formats`, and raise QatError for anything that one of them refuses. flag: the name of the option of the size."""
+    """Load a checkpoint for `formats`; see `export_of`. flag: the name of the option of the size."""
     predict = TorchModel(*CheckpointFile(fetched(config.weights)).load_any(select_device(config.device)))
+    return export_of(predict, config, formats, flag)
+
+
+def export_of(predict: TorchModel, config: ExportConfig, formats: Sequence[Format], flag: str = '--imgsz') -> Export:
+    """Open a model for `formats`, and raise QatError for anything that one of them refuses."""
     export = Export(replace(config, imgsz=image_size(config.imgsz, predict, flag=flag)), predict, formats)
     for each in with_sources(formats):
         each.require(export)

@@ -18,7 +18,7 @@ import torch.nn as nn
 import torch.nn.functional as F
 
 from models.quantize.quantizers import MIN_AMAX, QMAX, collecting, named_quantizers
-from utils.qat.config.qat import CalibrationConfig
+from utils.qat.config.qat import PtqConfig
 from utils.qat.core.distributed import all_reduce
 from utils.qat.core.errors import QatError
 
@@ -88,7 +88,7 @@ def _to_the_end(x: torch.Tensor) -> torch.Tensor:
     return F.pad(x.flip(1).cumsum(1).flip(1), (0, 1)).t().contiguous()
 
 
-SEARCH: dict[str, Callable[[torch.Tensor, CalibrationConfig], torch.Tensor]] = {
+SEARCH: dict[str, Callable[[torch.Tensor, PtqConfig], torch.Tensor]] = {
     'mse': lambda counts, config: amax_mse(counts),
     'l2.4': lambda counts, config: amax_power(counts, 2.4),
     'l3': lambda counts, config: amax_power(counts, 3),  # no method by itself, see fisher_amax
@@ -207,17 +207,31 @@ def require_values(histograms: Mapping[str, Histogram]) -> None:
         )
 
 
-def histogram_amax(histograms: Mapping[str, Histogram], method: str, config: CalibrationConfig) -> torch.Tensor:
+def histogram_amax(histograms: Mapping[str, Histogram], method: str, config: PtqConfig) -> torch.Tensor:
     """Find the amax of each histogram by a `method` of SEARCH: FP32 [Q], in their order."""
     counts, exponents = (torch.stack([getattr(h, key) for h in histograms.values()]) for key in ('counts', 'exponent'))
     return (SEARCH[method](counts, config) * bin_width(exponents)).float()
 
 
+# It runs batches of images, FP32 [B, 3, H, W] in 0..1, through a model, on its device
+ForwardLoop = Callable[[nn.Module], object]
+
+
+def over(batches: Iterable[torch.Tensor]) -> ForwardLoop:
+    """Make the loop over these batches."""
+
+    def loop(model: nn.Module) -> None:
+        for images in batches:
+            model(images)
+
+    return loop
+
+
 @torch.no_grad()
-def collect_histograms(model: nn.Module, batches: Iterable[torch.Tensor]) -> dict[str, Histogram]:
+def collect_histograms(model: nn.Module, forward_loop: ForwardLoop) -> dict[str, Histogram]:
     """Collect a histogram of the inputs of every activation quantizer, by path, over all processes of a torchrun.
 
-    The whole model computes in float meanwhile. `batches` are images, FP32 [B, 3, H, W] in 0..1 on its device.
+    The whole model computes in float meanwhile.
     """
     device, quantizers = next(model.parameters()).device, named_quantizers(model)
     histograms = {name: Histogram(device, q.least) for name, q in quantizers if q._axis is None}
@@ -225,8 +239,7 @@ def collect_histograms(model: nn.Module, batches: Iterable[torch.Tensor]) -> dic
         with collecting(model):
             for name, q in quantizers:
                 q._calibrator, q._disabled = histograms.get(name), name not in histograms
-            for images in batches:
-                model(images)
+            forward_loop(model)
     finally:
         for _, q in quantizers:
             q._calibrator = None
@@ -247,12 +260,12 @@ def raised_ranges(model: nn.Module) -> dict[str, int]:
     return {name: channels for name, channels in raised.items() if channels}
 
 
-def fit_ranges(model: nn.Module, batches: Iterable[torch.Tensor], config: CalibrationConfig) -> dict[str, int]:
+def fit_ranges(model: nn.Module, batches: Iterable[torch.Tensor], config: PtqConfig) -> dict[str, int]:
     """Set the amax of every quantizer by config.calib_method, a key of SEARCH; returns `raised_ranges`.
 
-    `batches` are as in `collect_histograms`. Raises QatError, see `require_values`.
+    `batches` are as in `ForwardLoop`. Raises QatError, see `require_values`.
     """
-    histograms = collect_histograms(model, batches)
+    histograms = collect_histograms(model, over(batches))
     require_values(histograms)
     calibrate_weights(model)
     set_ranges(model, dict(zip(histograms, histogram_amax(histograms, config.calib_method, config))), histograms)

@@ -32,7 +32,7 @@ from utils.segment.general import crop_mask
 from models.quantize.calibration.calibrate import Histogram, histogram_amax, in_memory_order
 from models.quantize.network import head_of, removed_after
 from models.quantize.quantizers import Quantizer, RoundedOnce, named_quantizers, quantizers_off, rounded
-from utils.qat.config.qat import CalibrationConfig
+from utils.qat.config.qat import PtqConfig
 from utils.qat.data.masks import COARSE
 from utils.qat.evaluation.classes import divergence
 
@@ -271,7 +271,7 @@ def fisher_amax(
     model: nn.Module,
     histograms: Mapping[str, Histogram],
     images: Sequence[torch.Tensor],
-    config: CalibrationConfig,
+    config: PtqConfig,
 ) -> dict[str, torch.Tensor]:
     """Find the amax of each activation quantizer with the least sum of (gradient · error)², which changes detections least.
 

@@ -13,33 +13,68 @@ from typing import Any
 import torch
 import torch.nn as nn
 
+from models.quantize.blocks import is_quantized
 from models.quantize.calibration.bias_correction import convs_with_bias, correct_biases, own_shifts
 from models.quantize.calibration.calibrate import (
+    ForwardLoop,
     Histogram,
     calibrate_weights,
     collect_histograms,
     histogram_amax,
+    over,
     raised_ranges,
     require_values,
     set_ranges,
 )
 from models.quantize.calibration.divergence import HeadOutputs, fisher_amax, log_divergences, typical
 from models.quantize.convert import Conversion, quantize_model
-from models.quantize.network import has_known_head, require_known_head
+from models.quantize.network import has_known_head, removed_after, require_known_head
+from models.quantize.quantizers import has_ranges, quantizers_off
 from models.quantize.scales import shared_scales, tie_scales
 from utils.qat.backends.pytorch import task_of
-from utils.qat.config.qat import CANDIDATES, CalibrationConfig
+from utils.qat.config.qat import CANDIDATES, PtqConfig
 from utils.qat.config.tables import load_target
 from utils.qat.core.distributed import from_first
 from utils.qat.core.errors import QatError
 from utils.qat.core.log import LOGGER, unshown
-from utils.qat.data.loaders import Images
+from utils.qat.data.loaders import Images, channels_last
 
 CORRECTED = ' + biases'  # follows the name of a method if the divergence was measured with corrected biases
 UNUSABLE = 0.5  # at this divergence and above detections are lost
 BEHIND = 4  # standard errors of the mean over images: a calibration that far behind the best is dropped
 Tensors = dict[str, torch.Tensor]  # by path: ranges of quantizers, shifts of convolutions
 COMPARED = 36  # calibration images that choose a calibration: a third to fit, the others to compare
+
+
+class Sample:
+    """The images that choose a calibration: `images`, or at least COMPARED of those that a model gets, evenly spread over them.
+
+    It is a forward pre-hook, which counts the images. Those of another shape than the first are not kept.
+    """
+
+    def __init__(self, images: Images | None = None) -> None:
+        self.images, self.seen = images, 0 if images is None else len(images.loader.dataset)
+        self.batch_size, self.step = 0, 1  # every `step`-th image is kept
+        self.kept: list[torch.Tensor] = []  # [3, H, W] each
+
+    def __call__(self, model: nn.Module, inputs: tuple[torch.Tensor, ...]) -> torch.Tensor:
+        """Take note of a batch, and give it to the model in the layout of all other passes."""
+        self.batch_size = self.batch_size or len(inputs[0])
+        for image in inputs[0] if self.images is None else ():
+            if self.seen % self.step == 0 and (not self.kept or image.shape == self.kept[0].shape):
+                self.kept.append(image.detach().clone())  # the loop may write into its batch
+            if len(self.kept) == 2 * COMPARED:
+                self.kept, self.step = self.kept[::2], 2 * self.step
+            self.seen += 1
+        return channels_last(inputs[0])
+
+    def batches(self) -> list[torch.Tensor]:
+        """Return COMPARED of the images, or all if they are fewer, in batches of one shape, FP32 [B, 3, H, W] in 0..1."""
+        if self.images is not None:
+            return list(self.images.spread(COMPARED))
+        number = min(COMPARED, len(self.kept))
+        chosen = [self.kept[i * len(self.kept) // number] for i in range(number)]
+        return [channels_last(batch) for batch in torch.stack(chosen).split(self.batch_size)]
 
 
 def every_third(batches: Sequence[torch.Tensor]) -> tuple[Sequence[torch.Tensor], Sequence[torch.Tensor]]:
@@ -87,7 +122,7 @@ def ranges_by(
     model: nn.Module,
     histograms: Mapping[str, Histogram],
     fitting: Sequence[torch.Tensor],
-    config: CalibrationConfig,
+    config: PtqConfig,
 ) -> Tensors:
     """Find the amax (FP32 []) of each activation quantizer, by path, with one method other than 'auto'.
 
@@ -100,13 +135,12 @@ def ranges_by(
 
 def choose_calibration(
     model: nn.Module,
-    reference: nn.Module,
     histograms: Mapping[str, Histogram],
     images: Sequence[torch.Tensor],
-    config: CalibrationConfig,
+    config: PtqConfig,
     progress: Callable[..., Iterable[str]] = unshown,
 ) -> tuple[dict[str, float], str, bool, dict[str, int]]:
-    """Calibrate `model` in place, in every way that `config` allows, and keep the way with the least divergence.
+    """Calibrate `model` in place, in every way that `config` allows, and keep the way with the least divergence from float.
 
     The methods are config.calib_method or, for 'auto', all of CANDIDATES. With config.bias_correction each one is tried
     with corrected biases too. Models without a known head (see network.HEADS) cannot be compared: for them 'auto' is
@@ -124,12 +158,8 @@ def choose_calibration(
     if config.calib_method == 'fisher':
         require_known_head(model, '--calib-method fisher', 'use another, such as mse')
     fitting, others = every_third(images)
-    with torch.no_grad():
-        parts = (
-            [(part, [HeadOutputs.of(reference.eval()(x)) for x in part]) for part in every_third(others)]
-            if known
-            else []
-        )
+    with torch.no_grad(), quantizers_off(model.eval()):
+        parts = [(part, [HeadOutputs.of(model(x)) for x in part]) for part in every_third(others)] if known else []
     calibrate_weights(model)
 
     methods = [config.calib_method] if not auto else CANDIDATES if known else CANDIDATES[:1]
@@ -159,9 +189,7 @@ def choose_calibration(
     return found, method, bool(shifts), raised_ranges(model)
 
 
-def prepare(
-    model: nn.Module, config: CalibrationConfig, keep_float: Sequence[str] = ()
-) -> tuple[Conversion, list[list[str]]]:
+def prepare(model: nn.Module, config: PtqConfig, keep_float: Sequence[str] = ()) -> tuple[Conversion, list[list[str]]]:
     """Quantize a fused float model in place, without a calibration; `keep_float` has paths, see convert.find_twins.
 
     Returns the conversion, and the groups of quantizers that share a scale, see scales.shared_scales. Raises QatError
@@ -185,37 +213,32 @@ def prepare(
     return conversion, groups
 
 
-def calibrated(
-    reference: nn.Module,
-    images: Images,
-    config: CalibrationConfig,
+def calibrate(
+    model: nn.Module,
+    forward_loop: ForwardLoop,
+    sample: Sample,
+    config: PtqConfig,
     progress: Callable[..., Iterable] = unshown,
-    keep_float: Sequence[str] = (),
-) -> tuple[nn.Module, dict[str, Any]]:
-    """Make a calibrated quantized copy of a fused float model; `keep_float` has paths, see convert.find_twins.
+) -> dict[str, Any]:
+    """Calibrate a model of `prepare` in place on the images of a loop; `sample` chooses between the calibrations.
 
-    Returns plain values for the report too: 'method', 'biases' ('all' or 'none' were corrected), and 'divergence', the
-    compared divergences. `progress` is called as log.bar is. Raises QatError, see `prepare` and
-    `choose_calibration`.
+    Returns plain values for the report: 'method', 'biases' ('all' or 'none' were corrected), and 'divergence', the
+    compared divergences. `progress` is called as log.bar is. Raises QatError, see `choose_calibration`, or if the model has
+    ranges: its biases may be corrected, and it would be compared with itself.
     """
-    model = deepcopy(reference)
-    prepare(model, config, keep_float)
-    histograms = collect_histograms(model, progress(images, 'calibrating'))
-    found, method, corrected, raised = choose_calibration(
-        model,
-        reference,
-        histograms,
-        list(images.spread(COMPARED)),
-        config,
-        progress,
-    )
+    if not is_quantized(model) or has_ranges(model):
+        raise QatError('calibration: takes a model once, after it was prepared; take the float model, and prepare it')
+    with removed_after([model.register_forward_pre_hook(sample)]):
+        histograms = collect_histograms(model, forward_loop)
+    require_values(histograms)  # before the sample is asked for images that it may not have
+    found, method, corrected, raised = choose_calibration(model, histograms, sample.batches(), config, progress)
     for layer, channels in raised.items():
         LOGGER.warning(f'{layer}: {channels} range(s) raised to the smallest that an FP16 scale covers')
     outputs = task_of(model).found
     compared = ', '.join(f'{name} {value:.4f}' for name, value in found.items())
     closest = f': the closest to float of {len(found)} calibrations' if len(found) > 1 else ''
     LOGGER.info(
-        f'calibrated on {min(config.calib_images, len(images.loader.dataset))} images, ranges by {method}, '
+        f'calibrated on {sample.seen} images, ranges by {method}, '
         f'{"biases corrected" if corrected else "no bias corrected"}{closest}'
     )
     LOGGER.debug(f'divergence of the {outputs}: {compared or "not measured"}')
@@ -225,4 +248,20 @@ def calibrated(
             f'--calib-method {config.calib_method}: the {outputs} are far from those of the float model (divergence {divergence:.2f}, '
             f'{UNUSABLE} and more is unusable); use auto, other images (train: in --data), or more (--calib-images)'
         )
-    return model, {'method': method, 'biases': 'all' if corrected else 'none', 'divergence': found}
+    return {'method': method, 'biases': 'all' if corrected else 'none', 'divergence': found}
+
+
+def calibrated(
+    reference: nn.Module,
+    images: Images,
+    config: PtqConfig,
+    progress: Callable[..., Iterable] = unshown,
+    keep_float: Sequence[str] = (),
+) -> tuple[nn.Module, dict[str, Any]]:
+    """Make a calibrated quantized copy of a fused float model; `keep_float` has paths, see convert.find_twins.
+
+    Returns also the values of `calibrate`. Raises QatError, see `prepare` and `calibrate`.
+    """
+    model = deepcopy(reference)
+    prepare(model, config, keep_float)
+    return model, calibrate(model, over(progress(images, 'calibrating')), Sample(images), config, progress)

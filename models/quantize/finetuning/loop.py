@@ -115,6 +115,8 @@ def finetune(
     step: TrainingStep | GraphedStep = GraphedStep(ungraphed) if how.compile else ungraphed
     per_epoch = min(how.iters, len(loader))
     total = how.epochs * per_epoch
+    if not total:
+        raise QatError('fine-tuning: takes images, and epochs of 1 or more')
 
     if after:
         try:
@@ -143,3 +145,4 @@ def finetune(
         yield Epoch(
             number, torch.stack(losses).mean().item(), len(losses), time.perf_counter() - start, step.state_dict()
         )
+    student.eval(), teacher.eval()  # the heads too

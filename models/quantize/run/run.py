@@ -15,8 +15,7 @@ import torch.nn as nn
 from torch.utils.data import DataLoader
 
 from models.quantize.activations import chosen_activations
-from models.quantize.blocks import is_quantized
-from models.quantize.checkpoint import CheckpointFile, save_float, save_quantized
+from models.quantize.checkpoint import CheckpointFile, save_model
 from models.quantize.kept import Kept, kept_of
 from models.quantize.network import require_known_head
 from models.quantize.run.inputs import Inputs
@@ -112,11 +111,8 @@ class Run(Inputs):
     def saved(self, model: nn.Module) -> Iterator[None]:
         """Save a model, quantized or in float, as UNSCORED, to score it and to give the file its name; else the file is deleted."""
         try:
-            if is_quantized(model):
-                recipe = {**self.state.settings, 'kept_float': self.state.kept_float}
-                on_first(save_quantized)(self.folder / UNSCORED, model, recipe, self.sha256)
-            else:
-                on_first(save_float)(self.folder / UNSCORED, model, self.sha256)
+            recipe = {**self.state.settings, 'kept_float': self.state.kept_float}
+            on_first(save_model)(self.folder / UNSCORED, model, recipe, self.sha256)
             yield
         finally:
             on_first((self.folder / UNSCORED).unlink)(missing_ok=True)
@@ -195,7 +191,9 @@ def open_run(inputs: Inputs) -> Run:
     run = Run(**vars(inputs), scored=scored)
     if config.exchanges or not config.resume:  # a resumed run with --activation may lack the calibration
         run.float_blocks, run.float_functions = kept_of(model, config, inputs.sha256)
-        run.adaptation = images.training(hyp or varied) if relu else None
+        if relu:
+            run.adaptation = images.training(hyp or varied)
+            run.adaptation.fill(config.iters)
         run.calibration = images.calibration()
     if config.epochs:
         run.training = images.training(hyp or mild, labels=config.task_loss > 0)

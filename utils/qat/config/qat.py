@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from utils.qat.config.common import OR_ALL, SEED, SHARE, SIZE, FolderConfig, LoaderConfig, names_from, scores
-from utils.qat.config.settings import Range, Sides, flag_of, image_size, option, run
+from utils.qat.config.settings import Range, Settings, Sides, flag_of, image_size, option, run
 from utils.qat.config.tables import CHECKPOINTS, DEFAULT_TARGET, EXPORTED, PREDICTING, TARGETS
 from utils.qat.config.tasks import TASKS, load_task
 from utils.qat.core.errors import QatError
@@ -45,10 +45,7 @@ class ModelConfig(FolderConfig, LoaderConfig):
         MISSING,
         'checkpoint (.pt), or pretrained weights of torchvision: a name, such as resnet50, or a file (.pth)',
     )
-    data: Path = option(
-        COCO,
-        'data YAML; of a classifier a folder with train/ and val/',
-    )
+    data: Path = option(COCO, 'data YAML; of a classifier a folder with train/ and val/')
     _: KW_ONLY
     names_from: str | None = names_from()
     only_task: str | None = None  # refuse models of other tasks; a key of TASKS
@@ -103,10 +100,7 @@ class EvalConfig(ModelConfig):
     )
     conf_thres: float = scores(0.001, 'lowest score that counts, but for files with NMS inside', allowed=SHARE)
     iou_thres: float = scores(0.7, 'IoU above which NMS drops a box, likewise', allowed=SHARE)
-    square: bool = scores(
-        False,
-        'letterbox to squares, as for exported files; default: padded rectangles, as val.py',
-    )
+    square: bool = scores(False, 'letterbox to squares, as for exported files; default: padded rectangles, as val.py')
     save_json: bool = True  # write the detections, in COCO's result format
     baseline: Path | None = option(None, 'another model, such as the float one; the report has the differences')
     backend: str | None = option(
@@ -139,7 +133,43 @@ class FileEvalConfig(EvalConfig):
 
 
 @dataclass(frozen=True, kw_only=True)
-class CalibrationConfig(ModelConfig):
+class PtqConfig(Settings):
+    """Settings of post-training quantization, for a model from anywhere."""
+
+    target: str = option(
+        DEFAULT_TARGET,
+        'engine that the placement of Q/DQ is made for'
+        + ''.join(f'. {name}: {engine.placement}' for name, engine in TARGETS.items() if engine.placement),
+        allowed=tuple(TARGETS),
+    )
+    seed: int = run(57, 'seed of all random numbers', allowed=SEED)
+    calib_method: str = calibration(
+        'auto',
+        'range of an activation. mse, l2.4: least error, to the power 2 or 2.4. fisher: least change of the detections. '
+        'auto: the better of l2.4 and fisher',
+        allowed=CALIB_METHODS,
+    )
+    percentile: float = calibration(
+        99.99,
+        'percentage of magnitudes in the range of --calib-method percentile',
+        allowed=Range(0.0, 100.0, without=0),
+    )
+    bias_correction: bool = calibration(True, 'do not let the biases correct the shift of rounding')
+    scale_policy: str = calibration(
+        'tied',
+        'tied: tensors joined by Concat, MaxPool, split, nearest resize or Add share one scale; free: none do',
+        allowed=SCALE_POLICIES,
+    )
+    activation: str = activations(  # AUTO until the model is known
+        AUTO,
+        'exchange SiLU for a function that is faster in INT8: a polynomial near to it, or a ReLU, which the model has to learn. '
+        'auto: `quantize` takes the polynomial in YOLOv9 for OpenVINO, else keep',
+        allowed=(AUTO, *ACTIVATIONS),
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class CalibrationConfig(PtqConfig, ModelConfig):
     """Settings that `quantize` and `sensitive` share: a float checkpoint and its calibration."""
 
     HIDDEN: ClassVar[tuple[str, ...]] = ('hyp', 'overlap', 'mask_ratio')
@@ -153,41 +183,7 @@ class CalibrationConfig(ModelConfig):
     hyp: Path | None = option(
         None, 'fine-tune on images augmented as this file says; default: as they are', parse=in_tree
     )
-    target: str = option(
-        DEFAULT_TARGET,
-        'engine that the placement of Q/DQ is made for'
-        + ''.join(f'. {name}: {engine.placement}' for name, engine in TARGETS.items() if engine.placement),
-        allowed=tuple(TARGETS),
-    )
-    seed: int = run(57, 'seed of all random numbers', allowed=SEED)
     calib_images: int = calibration(512, 'training images to calibrate on, at most', allowed=Range(1))
-    calib_method: str = calibration(
-        'auto',
-        'range of an activation. mse, l2.4: least error, to the power 2 or 2.4. fisher: least change of the detections. '
-        'auto: the better of l2.4 and fisher',
-        allowed=CALIB_METHODS,
-    )
-    percentile: float = calibration(
-        99.99,
-        'percentage of magnitudes in the range of --calib-method percentile',
-        allowed=Range(0.0, 100.0, without=0),
-    )
-    bias_correction: bool = calibration(
-        True,
-        'do not let the biases correct the shift of rounding',
-    )
-    scale_policy: str = calibration(
-        'tied',
-        'tied: tensors joined by Concat, MaxPool, split, nearest resize or Add share one scale; free: none do',
-        allowed=SCALE_POLICIES,
-    )
-
-    activation: str = activations(  # AUTO until the model is known
-        AUTO,
-        'exchange SiLU for a function that is faster in INT8: a polynomial near to it, or a ReLU, which the model has to learn. '
-        'auto: `quantize` takes the polynomial in YOLOv9 for OpenVINO, else keep',
-        allowed=(AUTO, *ACTIVATIONS),
-    )
 
     @property
     def exchanges(self) -> bool:
@@ -209,9 +205,7 @@ class SensitiveConfig(CalibrationConfig):
     project: Path = Path('runs/qat_sensitive')
     num_image: int = units(100, 'images of val, at most, evenly spread; 0 = all', allowed=OR_ALL)
     granularity: str = units(
-        'block',
-        'units whose cost is measured; a block is a part of a layer',
-        allowed=GRANULARITIES,
+        'block', 'units whose cost is measured; a block is a part of a layer', allowed=GRANULARITIES
     )
     metric: str = units(
         'both',

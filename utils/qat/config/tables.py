@@ -28,6 +28,14 @@ FORMATS: dict[str, FileKind] = {  # --include. The first two are of ONNX, which 
 }
 
 
+def format_of(path: Path) -> str:
+    """Return the format, a key of FORMATS, of files with the suffix of `path`. Raises QatError if there is none."""
+    formats = {kind.suffix: name for name, kind in FORMATS.items() if kind.suffix.startswith('.')}
+    if path.suffix not in formats:
+        raise QatError(f'{path}: must end in {" or ".join(formats)}')
+    return formats[path.suffix]
+
+
 def formats_with(options: tuple[str, ...]) -> str:
     """Name the formats that have such options, as they are typed."""
     return ' or '.join(name for name, kind in FORMATS.items() if kind.options == options)

@@ -20,6 +20,7 @@ from typing import IO, Any, NoReturn
 from utils.qat.core.distributed import is_first, rank, require_numbers, world_size
 from utils.qat.core.errors import KINDS, OUTPUT, QatError, explain
 from utils.qat.core.log import LOGGER, RED, TERMINAL, painted
+from utils.qat.core.machine import set_environment
 from utils.qat.core.text import visible
 
 # Bytes of address space. With less, libraries that PyTorch loads crash or end the process, without an exception to catch.
@@ -78,6 +79,7 @@ def run_command(main: Callable[..., int | None], argv: Sequence[str] | None = No
     Under torchrun most mistakes occur in all processes at once. The first process prints the error and ends, and torchrun
     ends the others. If only another process fails, it waits, is not ended, and prints its error.
     """
+    set_environment()
     TERMINAL.setLevel(logging.INFO)  # --quiet and --verbose change it when they are parsed
     start = time.perf_counter()
     open_streams()

@@ -78,7 +78,9 @@ class Terminal(Raising):
     def __init__(self) -> None:
         super().__init__()
         self.setFormatter(LineFormatter(coloured=True))
-        self.setLevel(logging.INFO)
+        self.setLevel(
+            logging.WARNING
+        )  # commands change it; a program that imports the toolkit has a terminal of its own
 
     def emit(self, record: logging.LogRecord) -> None:
         """Write a record."""
@@ -95,8 +97,6 @@ LOGGER = logging.getLogger('yolov9-qat')
 if not LOGGER.handlers:
     LOGGER.setLevel(logging.DEBUG if is_first() else logging.CRITICAL)
     LOGGER.propagate = False
-    if hasattr(sys.stdout, 'reconfigure'):
-        sys.stdout.reconfigure(errors='backslashreplace')  # the name of a file need not be valid text
     LOGGER.addHandler(Terminal())
 TERMINAL = LOGGER.handlers[0]
 

@@ -70,6 +70,13 @@ ONNX_RUNTIME_SPINS = '100'  # us
 CHOSEN = 'OMP_WAIT_POLICY', 'GOMP_SPINCOUNT', 'KMP_BLOCKTIME'  # of OpenMP, of GCC's library, of LLVM's and Intel's
 
 
+def exact_convolutions() -> contextlib.AbstractContextManager[None]:
+    """Return a context in which a GPU's convolutions are as in the commands, see `select_device`, and the same ones each time."""
+    from torch.backends import cudnn
+
+    return cudnn.flags(enabled=True, deterministic=True, allow_tf32=False)
+
+
 def select_device(text: str, exact: bool = True) -> torch.device:
     """Select the device of --device; a GPU becomes the current device of streams and kernels.
 
@@ -275,13 +282,18 @@ def machine_table(found: dict[str, Any]) -> str:
     )
 
 
-def sleep_while_waiting() -> None:
-    """Set `ASLEEP` for this process and its children, unless one of `CHOSEN` is set.
+def set_environment() -> None:
+    """Set what libraries read from the environment of a command and its children, before they are loaded.
 
-    OpenMP reads these variables once, when torch is loaded.
+    Only commands call this: the process of a user who imports the toolkit keeps its own.
     """
     if not any(name in os.environ for name in CHOSEN):
-        os.environ.update(ASLEEP)
+        os.environ.update(ASLEEP)  # OpenMP reads it once, when torch is loaded
+    # ONNX Runtime 1.31 sends telemetry and keeps an identifier in ~/.cache/Microsoft. It reads this variable at its import; its own
+    # disable_telemetry_events() comes too late for the identifier. Set the variable to 0 to allow telemetry.
+    os.environ.setdefault('ORT_DISABLE_TELEMETRY', '1')
+    # Pictures go to files. The import of Matplotlib fails if the variable names a backend that it does not know.
+    os.environ['MPLBACKEND'] = 'Agg'
 
 
 def onnx_options(entries: Mapping[str, str] | None = None) -> ort.SessionOptions:

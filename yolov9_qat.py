@@ -1,0 +1,150 @@
+"""yolov9-qat as a library, for a training loop of your own: `import yolov9_qat as q`. docs/python.md has a whole program.
+
+Images are FP32 [B, 3, H, W] in 0..1 on the model's device; of a classifier normalized. The import changes nothing in its process.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from utils.qat.config.export import ExportConfig
+from utils.qat.config.qat import EvalConfig, PtqConfig
+from utils.qat.config.tables import format_of, load_target
+from utils.qat.core.errors import QatError as QatError  # what mistakes raise
+from utils.qat.core.log import quiet_upstream
+from utils.qat.core.machine import exact_convolutions
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
+    from models.deploy.formats.format import Written
+    from utils.qat.evaluation.metrics import Metrics
+    from utils.qat.graph.audit import Audit
+
+    Batches = Sequence[Tensor]  # sized and re-iterable, as a DataLoader of images is
+
+
+def load(path: str | Path, device: str = 'cpu') -> nn.Module:
+    """Load a checkpoint: a float model, fused, or an INT8 model.
+
+    >>> model = q.load('yolov9-t.pt')
+    """
+    from models.quantize.checkpoint import CheckpointFile
+
+    with quiet_upstream():
+        model, quant = (file := CheckpointFile(path)).load_any(device)
+    model.quant = quant or {'source_sha256': file.sha256}
+    return model.requires_grad_()
+
+
+def adapt(model: nn.Module, activation: str, target: str, images: Batches = (), epochs: int = 20) -> nn.Module:
+    """Make a float model with another activation function: 'polynomial', or 'relu', which it learns on re-iterable batches.
+
+    >>> faster = q.adapt(model, 'polynomial', target='openvino')
+    """
+    from models.quantize import activations
+    from models.quantize import adapt as learning
+
+    activation = activations.activation_for(model, PtqConfig(activation=activation, target=target))
+    student = activations.exchanged(model, activation, activations.exchangeable(model, activation))
+    if activation == 'relu':
+        how = learning.Learning(epochs, len(images), learning.RATE, boxes=True)
+        with exact_convolutions():
+            list(learning.adapt(student, model, images, how))
+    return activations.finished(student).eval()
+
+
+def prepare(model: nn.Module, target: str, exclude: Sequence[str] = (), only: Sequence[str] = ()) -> None:
+    """Quantize a float model for an engine, in place, yet without ranges; `exclude` and `only` are as in `qat.py quantize`.
+
+    >>> q.prepare(model, target='tensorrt')
+    """
+    from models.quantize import checkpoint, convert, network
+    from models.quantize.calibration import ptq
+
+    config = PtqConfig(target=target, activation='keep')
+    with quiet_upstream():
+        checkpoint.fuse(model.eval()).requires_grad_()
+    kept = network.left_out([*convert.find_twins(model, load_target(target))], exclude, only)
+    ptq.prepare(model, config, kept)
+    model.quant = {'source_sha256': '', **getattr(model, 'quant', {}), 'recipe': {**config.plain(), 'kept_float': kept}}
+
+
+def calibrate(model: nn.Module, forward_loop: Callable[[nn.Module], Any], **settings: Any) -> dict[str, Any]:
+    """Find the ranges of a prepared model, by the images of a loop over batches and settings of `qat.py quantize`; say how.
+
+    >>> how = q.calibrate(model, lambda model: [model(images) for images in batches], calib_method='mse')
+    """
+    from models.quantize.calibration import ptq
+
+    config, sample = PtqConfig(**settings), ptq.Sample()
+    with exact_convolutions():
+        found = ptq.calibrate(model.eval(), forward_loop, sample, config)
+    model.quant['recipe'] |= {**settings, 'imgsz': list(sample.kept[0].shape[1:])}
+    return found
+
+
+def finetune(model: nn.Module, teacher: nn.Module, images: Batches, epochs: int = 10, lr: float = 1e-5) -> list[float]:
+    """Let a calibrated model learn to reproduce the float model on re-iterable batches; return the loss of each epoch.
+
+    >>> losses = q.finetune(model, q.load('yolov9-t.pt'), batches, epochs=1)
+    """
+    from models.quantize.finetuning import loop
+
+    with exact_convolutions():
+        return [epoch.loss for epoch in loop.finetune(model, teacher, images, loop.Learning(epochs, len(images), lr))]
+
+
+def save(model: nn.Module, path: str | Path) -> None:
+    """Write a checkpoint of a model of these functions, INT8 or float, for `load` and the commands.
+
+    >>> q.save(model, 'int8.pt')
+    """
+    from models.quantize.checkpoint import save_model
+
+    save_model(Path(path), model, model.quant.get('recipe', {}), model.quant['source_sha256'])
+
+
+def export(model: nn.Module, path: str | Path, imgsz: Any = None, **settings: Any) -> Written:
+    """Write a file for an engine, of the kind of its suffix, and compare it with the model. `settings` are those of `export_qat.py`.
+
+    >>> written = q.export(model, 'int8.onnx', imgsz=64, dynamic=True)
+    """
+    from models.deploy.formats.format import export_of
+    from models.deploy.load import load_format, predicting
+
+    kind = format_of(path := Path(path))
+    config = ExportConfig(path.with_suffix('.pt'), (kind,), imgsz, **settings)
+    return export_of(predicting(model), config, [load_format(kind)]).write()[0]
+
+
+def evaluate(model: nn.Module | str | Path, data: str | Path, imgsz: Any = None, **settings: Any) -> Metrics:
+    """Score a model or an exported file on the val images of a data YAML. `settings` are those of `qat.py eval`.
+
+    >>> ap = q.evaluate('int8.onnx', 'data.yaml', workers=0).ap
+    """
+    from models.deploy.load import open_file, predicting
+    from utils.qat.data.loaders import Loaders
+    from utils.qat.evaluation.evaluate import evaluate as scored
+
+    exported = Path(model) if isinstance(model, (str, Path)) else None
+    predict: Any = open_file(exported) if exported else predicting(model)
+    config = EvalConfig(exported or Path('MODEL'), Path(data), imgsz=imgsz, **settings).for_model(predict)
+    images = predict.task.load_data(config.data, predict, names_from=config.names_from)
+    loader = Loaders(images, config, predict.stride).scored(config.square or bool(exported))
+    with exact_convolutions():
+        return scored(predict, loader, images.names, predict.device, config.conf_thres, config.iou_thres)
+
+
+def audit(path: str | Path) -> Audit:
+    """Find the parts of an ONNX file that its engine can run in INT8, and the places that break its rules.
+
+    >>> q.audit('int8.onnx').findings
+    []
+    """
+    from utils.qat.graph.onnx_file import load
+    from utils.qat.vendors.graphs import audit_for_target
+
+    return audit_for_target(load(path))[1]

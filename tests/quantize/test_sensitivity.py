@@ -12,10 +12,9 @@ from models.deploy.formats.onnx import export_onnx
 from models.quantize import checkpoint
 from models.quantize.analysis.partly_float import ALONE, FLOAT, INT8, TwinForms, measure_units
 from models.quantize.analysis.sensitivity import DivergenceEstimate, unit_costs
-from models.quantize.blocks import Twin
+from models.quantize.blocks import QuantConv2d, Twin
 from models.quantize.calibration.calibrate import fit_ranges
 from models.quantize.calibration.divergence import HeadOutputs
-from models.quantize.blocks import QuantConv2d
 from models.quantize.convert import CHOSEN, find_twins, quantize_model
 from models.quantize.kept import Kept, within_budget
 from models.quantize.network import find_units, left_out

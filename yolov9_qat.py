@@ -33,8 +33,9 @@ def load(path: str | Path, device: str = 'cpu') -> nn.Module:
     """
     from models.quantize.checkpoint import CheckpointFile
 
+    file = CheckpointFile(path)
     with quiet_upstream():
-        model, quant = (file := CheckpointFile(path)).load_any(device)
+        model, quant = file.load_any(device)
     model.quant = quant or {'source_sha256': file.sha256}
     return model.requires_grad_()
 
@@ -104,7 +105,12 @@ def save(model: nn.Module, path: str | Path) -> None:
     """
     from models.quantize.checkpoint import save_model
 
-    save_model(Path(path), model, model.quant.get('recipe', {}), model.quant['source_sha256'])
+    quant = getattr(model, 'quant', None)
+    if quant is None:
+        raise QatError(
+            f'{path}: the model is not of yolov9_qat.load, so nothing tells what it was made of; load it there'
+        )
+    save_model(Path(path), model, quant.get('recipe', {}), quant['source_sha256'])
 
 
 def export(model: nn.Module, path: str | Path, imgsz: Any = None, **settings: Any) -> Written:

@@ -122,7 +122,7 @@ def export(model: nn.Module, path: str | Path, imgsz: Any = None, **settings: An
     from models.deploy.load import load_format, predicting
 
     kind = format_of(path := Path(path))
-    config = ExportConfig(path.with_suffix('.pt'), (kind,), imgsz, **settings)
+    config = ExportConfig(path.with_suffix('.pt'), (kind,), imgsz=imgsz, **settings)
     return export_of(predicting(model), config, [load_format(kind)]).write()[0]
 
 

@@ -9,6 +9,7 @@ The class path of PolynomialSiLU is a file format, because checkpoints pickle it
 
 from collections.abc import Collection, Sequence
 from copy import deepcopy
+from functools import partial
 from typing import TypeVar
 
 import torch
@@ -69,7 +70,9 @@ class Exchange(nn.Module):
 REPLACED: dict[str, tuple[type[nn.Module], ...]] = {
     'polynomial': (nn.SiLU,),
     'relu': (nn.SiLU, nn.Hardswish, PolynomialSiLU),
+    'relu6': (nn.SiLU, nn.Hardswish, PolynomialSiLU, nn.ReLU),
 }
+NEW = {'relu': nn.ReLU, 'relu6': nn.ReLU6, 'polynomial': partial(PolynomialSiLU, *POLYNOMIAL)}
 
 
 def exchangeable(model: nn.Module, activation: str) -> list[str]:
@@ -133,8 +136,7 @@ def exchanged(model: nn.Module, activation: str, paths: Sequence[str]) -> nn.Mod
     for path in paths:
         old = deepcopy(model.get_submodule(path))
         old.inplace = False  # its input is read again
-        new = nn.ReLU() if activation == 'relu' else PolynomialSiLU(*POLYNOMIAL)
-        _replace(model, path, Exchange(old, new, share))
+        _replace(model, path, Exchange(old, NEW[activation](), share))
     return model
 
 

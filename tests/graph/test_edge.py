@@ -7,6 +7,7 @@ import json
 import re
 import subprocess
 import sys
+from functools import partial
 from importlib.util import find_spec
 
 import numpy as np
@@ -23,6 +24,7 @@ from models.deploy.formats.onnx import export_onnx
 from models.quantize.activations import exchangeable, exchanged, finished
 from models.quantize.blocks import QuantFusedReLU6
 from models.quantize.convert import quantize_model
+from models.quantize.quantizers import LogitQuantizer, rounded_unit
 from test_litert import Read, needs_litert
 from test_targets import prepared
 from utils.qat.config.tables import load_target
@@ -30,7 +32,7 @@ from utils.qat.core.errors import QatError
 from utils.qat.graph.audit import audit
 from utils.qat.graph.onnx_graph import metadata_value
 from utils.qat.graph.passes import absorb_relus
-from utils.qat.vendors.edge.graph import RULES
+from utils.qat.vendors.edge.graph import RULES, raw_heads
 from utils.qat.vendors.edge.session import JOINED, LAYOUTS, decode
 from utils.qat.vendors.edge.write import edge_program
 from utils.qat.vendors.litert.session import read_metadata
@@ -62,8 +64,6 @@ def test_pixels_are_the_integers_of_images_and_strides_share_the_scales_of_outpu
 @pytest.mark.parametrize('lowest, highest', [(-20.0, 3.0), (-20.0, 30.0), (-1.0, 5.0), (-0.5, 0.1), (-3.0, -1.0)])
 def test_logits_have_no_negative_zero_point(lowest, highest):
     """And the ends of their range are among the integers, up to the logits of 0.0003 and 0.9997."""
-    from models.quantize.quantizers import LogitQuantizer
-
     quantizer = LogitQuantizer()
     quantizer.shifts = True
     ends = torch.tensor(max(lowest, -8.0)), torch.tensor(highest)
@@ -186,6 +186,22 @@ def test_frigate_and_the_reference_decoder_find_our_boxes(least):
     assert len(best) < len(ours) and np.allclose(np.column_stack((xyxy, best, kinds)), after_nms, atol=0.001)
 
 
+@torch.no_grad()
+def test_scores_instead_of_logits(tmp_path):
+    """Of opset 13, the first with a scale for each channel. A sigmoid's integers have the scale 1/256."""
+    model, names = model_of(nc=3), LAYOUTS['heads']
+    sizes = {name: SIDE // int(re.sub(r'\D', '', name)) for name in names}
+    tensors = {name: {'shape': [1, side, side, 64 if 'box' in name else 3]} for name, side in sizes.items()}
+    layout = partial(raw_heads, tensors=tensors, sigmoid=True)
+    export_onnx(model, tmp_path / 'model.onnx', (SIDE, SIDE), opset=13, target=EDGE, layout=layout)
+    reference = Reference(model, 1, (SIDE, SIDE))
+    session = onnxruntime.InferenceSession(tmp_path / 'model.onnx', providers=['CPUExecutionProvider'])
+    outputs = [torch.from_numpy(x).permute(0, 2, 3, 1) for x in session.run(None, {'images': reference.images.numpy()})]
+    assert all(torch.equal((x * 256).round(), x * 256) and 0 <= x.min() and x.max() < 1 for x in outputs[1::2])
+    reference.outputs[:, 4:] = rounded_unit(reference.outputs[:, 4:])
+    reference.require_agreement(decode(dict(zip(names, outputs)), (SIDE, SIDE), True), 'ONNX Runtime', 'FP32')
+
+
 # ---- files --------------------------------------------------------------------------------------------------------------
 
 
@@ -283,6 +299,8 @@ def test_from_checkpoint_to_file(small, tmp_path):
     file = best.with_name('best-coral.tflite')
     assert_verdicts(said, json.loads(file.with_name(f'{file.name}.verify.json').read_text()))
     assert re.search(r'[\d.]+% of the integers within one step', said)
+    command('export_qat.py', '--weights', best, '--include', 'edge', '--layout', 'heads', '--sigmoid')
+    assert {f'best-heads.{suffix}' for suffix in ('tflite', 'onnx', 'json')} <= {f.name for f in best.parent.iterdir()}
     said = command('val_trt.py', '--weights', file, *data, '--project', tmp_path, '--name', 'val')
     assert 'INT8: ' in said
     said = command(

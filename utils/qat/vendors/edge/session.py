@@ -47,7 +47,7 @@ class Edge(LiteRT):
 
     def __init__(self, file: Path, device: torch.device) -> None:
         super().__init__(file, device)
-        self.names = LAYOUTS.get(self.metadata['layout'], ())
+        self.names = LAYOUTS.get(self.metadata.get('layout', ''), ())
         found = {output['name']: output for output in self.outputs}
         spare = self.metadata.get('spare', '0')
         if found.keys() != {*self.names} or spare not in ('0', '1'):
@@ -83,7 +83,7 @@ class Edge(LiteRT):
 
 
 class MeasuredEdge(MeasuredLiteRT):
-    """Such a file; its decoding counts."""
+    """Such a file, described as LiteRT's."""
 
     opens = Edge
 

@@ -22,7 +22,7 @@ from models.deploy.decomposed import GriddedWeight, RoundedActivation, on_intege
 from models.deploy.formats.format import Export, Format, Written, size_of
 from models.deploy.formats.onnx import export_onnx
 from models.quantize.blocks import QuantConv2d
-from models.quantize.quantizers import QMIN, UNIT_SCALE
+from models.quantize.quantizers import QMIN, UNIT_SCALE, rounded_unit
 from utils.qat.core.errors import QatError
 from utils.qat.core.files import atomic, write_json
 from utils.qat.vendors.edge.graph import raw_heads
@@ -158,6 +158,8 @@ class EdgeFormat(Format):
         spare = config.layout == 'coral' and len(model.names) in LIKE_BOXES
         program = edge_program(model, config.layout, config.sigmoid, spare)
         reference = Reference(model, 1, config.imgsz)
+        if config.sigmoid:
+            reference.outputs[:, 4:] = rounded_unit(reference.outputs[:, 4:])
         about = metadata_of(model, export.kept_float, export.target.name)
         about |= {
             'imgsz': list(config.imgsz),

@@ -241,7 +241,8 @@ class MeasuredLiteRT(Measured):
         session = LiteRT(file, torch.device('cpu'))
         found = session.signature()
         inputs: OpenInputs = {name: (torch.float32, tuple(shape)) for name, shape in found.inputs.items()}
-        types = 'INT8 and FP32' if session.int8 else 'FP32'
+        floats = any(each['dtype'] is np.float32 for each in (*session.inputs, *session.outputs))
+        types = ' and '.join(['INT8'] * bool(session.int8) + ['FP32'] * floats)
         return ModelFile(file, inputs, types, task=found.metadata.get('task', ''))
 
 

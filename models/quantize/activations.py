@@ -106,7 +106,7 @@ def with_activation(model: nn.Module, config: Calibration) -> Calibration:
         return config
     if activation not in target.gains_by:
         raise QatError(
-            f'--activation {activation}: {target.title} computes it no faster than SiLU; use {" or ".join(target.gains_by)}, '
+            f'--activation {activation}: {target.title} computes it no faster than {"a ReLU" if activation == "relu6" else "SiLU"}; use {" or ".join(target.gains_by)}, '
             'or leave it out'
         )
     if not exchangeable(model, activation):

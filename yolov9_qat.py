@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from utils.qat.config.export import ExportConfig
-from utils.qat.config.qat import EvalConfig, PtqConfig
+from utils.qat.config.qat import LEARNT, EvalConfig, PtqConfig
 from utils.qat.config.tables import format_of, load_target
 from utils.qat.core.errors import QatError as QatError  # what mistakes raise
 from utils.qat.core.log import quiet_upstream
@@ -41,7 +41,7 @@ def load(path: str | Path, device: str = 'cpu') -> nn.Module:
 
 
 def adapt(model: nn.Module, activation: str, target: str, images: Batches = (), epochs: int = 20) -> nn.Module:
-    """Make a float model with another activation function: 'polynomial', or 'relu', which it learns on re-iterable batches.
+    """Make a float model with another activation function: 'polynomial', or 'relu' and 'relu6', which it learns on batches.
 
     >>> faster = q.adapt(model, 'polynomial', target='openvino')
     """
@@ -50,7 +50,7 @@ def adapt(model: nn.Module, activation: str, target: str, images: Batches = (), 
 
     activation = activations.activation_for(model, PtqConfig(activation=activation, target=target))
     student = activations.exchanged(model, activation, activations.exchangeable(model, activation))
-    if activation == 'relu':
+    if activation in LEARNT:
         how = learning.Learning(epochs, len(images), learning.RATE, boxes=True)
         with exact_convolutions():
             list(learning.adapt(student, model, images, how))

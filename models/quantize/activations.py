@@ -9,6 +9,7 @@ The class path of PolynomialSiLU is a file format, because checkpoints pickle it
 
 from collections.abc import Collection, Sequence
 from copy import deepcopy
+from functools import partial
 
 import torch
 import torch.nn as nn
@@ -66,7 +67,9 @@ class Exchange(nn.Module):
 REPLACED: dict[str, tuple[type[nn.Module], ...]] = {
     'polynomial': (nn.SiLU,),
     'relu': (nn.SiLU, nn.Hardswish, PolynomialSiLU),
+    'relu6': (nn.SiLU, nn.Hardswish, PolynomialSiLU, nn.ReLU),
 }
+NEW = {'relu': nn.ReLU, 'relu6': nn.ReLU6, 'polynomial': partial(PolynomialSiLU, *POLYNOMIAL)}
 
 
 def exchangeable(model: nn.Module, activation: str) -> list[str]:
@@ -96,8 +99,9 @@ def activation_for(model: nn.Module, config: PtqConfig) -> str:
         LOGGER.info(f'--activation {target.activation}: {target.title} computes it faster than SiLU; keep leaves SiLU')
         return target.activation
     if activation != 'keep' and activation not in target.gains_by:
+        slow = 'a ReLU' if activation == 'relu6' else 'SiLU'
         raise QatError(
-            f'--activation {activation}: {target.title} computes it no faster than SiLU; use {" or ".join(target.gains_by)}, '
+            f'--activation {activation}: {target.title} computes it no faster than {slow}; use {" or ".join(target.gains_by)}, '
             'or leave it out'
         )
     if activation != 'keep' and not exchangeable(model, activation):
@@ -127,8 +131,7 @@ def exchanged(model: nn.Module, activation: str, paths: Sequence[str]) -> nn.Mod
     for path in paths:
         old = deepcopy(model.get_submodule(path))
         old.inplace = False  # its input is read again
-        new = nn.ReLU() if activation == 'relu' else PolynomialSiLU(*POLYNOMIAL)
-        _replace(model, path, Exchange(old, new, share))
+        _replace(model, path, Exchange(old, NEW[activation](), share))
     return model
 
 

@@ -215,6 +215,17 @@ class QuantReLU(Twin, nn.ReLU):
         return self.output_quantizer(F.relu(x))
 
 
+class QuantFusedReLU6(Twin, nn.ReLU6):
+    """ReLU6 whose result is rounded, for an engine whose convolutions end with it."""
+
+    float_class = nn.ReLU6
+    quantizer_names = ('output_quantizer',)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Compute ReLU6: any shape → the same shape."""
+        return self.output_quantizer(F.relu6(x))
+
+
 class _QuantActivation(Twin):
     """Any other activation function: its input is rounded, so the convolution in front is an integer kernel.
 

@@ -9,9 +9,16 @@ from models.common import DFL
 from torchvision.models.convnext import CNBlock, ConvNeXt
 from torchvision.ops.misc import SqueezeExcitation
 
-from models.quantize.blocks import ACTIVATIONS, TWINS, QuantResidual, is_quantized
+from models.quantize.blocks import (
+    ACTIVATIONS,
+    TWINS,
+    QuantConv2d,
+    QuantFusedReLU6,
+    QuantResidual,
+    is_quantized,
+)
 from models.quantize.pickled_modules import TORCHVISION
-from models.quantize.quantizers import named_quantizers
+from models.quantize.quantizers import ImageQuantizer, LogitQuantizer, OutputQuantizer, named_quantizers
 from models.quantize.scales import never_negative
 from utils.qat.backends.pytorch import task_of
 from utils.qat.config.tables import DEFAULT_TARGET, load_target
@@ -51,6 +58,10 @@ class Conversion:
 
 def float_blocks(model: nn.Module, target: Target = TENSORRT) -> dict[str, str]:
     """Find the blocks that stay in float: path → reason. Raises QatError for a detector without a YOLOv9 head."""
+    if target.integers and task_of(model).name != 'detect':
+        raise QatError(
+            f'--target {target.name}: takes detectors, and the model is {task_of(model).title}; use --target litert'
+        )
     inside = float_inside_blocks(model, target)
     return {**inside, **_float_in_head(model, target)} if task_of(model).boxes else inside
 
@@ -116,7 +127,18 @@ def twins_of(model: nn.Module, target: Target) -> dict[type, Any]:
         from models.quantize import class_blocks  # here, because only classifiers have these blocks
 
         twins = twins | class_blocks.TWINS
-    return twins | ACTIVATIONS if target.activations else twins
+    twins = twins | ACTIVATIONS if target.activations else twins
+    return twins | {nn.ReLU6: QuantFusedReLU6} if target.integers else twins
+
+
+def quantize_ends(model: nn.Module) -> None:
+    """Quantize the outputs of a quantized detector's head too, in place, and make the integers of images those of their pixels."""
+    first = next(m for m in model.modules() if isinstance(m, QuantConv2d))
+    first.input_quantizer = ImageQuantizer()
+    head = model.model[-1]
+    for branches, quantizer in ((head.cv2, OutputQuantizer()), (head.cv3, LogitQuantizer())):
+        for branch in branches:
+            branch.append(quantizer)
 
 
 def find_twins(model: nn.Module, target: Target = TENSORRT) -> dict[str, str]:
@@ -165,6 +187,8 @@ def quantize_model(
                 done.kept_float[path] = f'no INT8 twin of {type(child).__name__}'
 
     visit(model, '')
+    if target.integers:
+        quantize_ends(model)
     if target.zero_points != 'none':
         shifting = named_quantizers(model) if target.zero_points == 'any' else never_negative(model)
         for _, quantizer in shifting:

@@ -8,7 +8,7 @@ import torch.nn as nn
 from models.quantize.activations import activation_for
 from models.quantize.adapt import RATE
 from models.quantize.finetuning.loop import Learning
-from utils.qat.config.qat import CalibrationConfig, QuantizeConfig
+from utils.qat.config.qat import LEARNT, CalibrationConfig, QuantizeConfig
 from utils.qat.core.errors import QatError
 from utils.qat.core.log import LOGGER
 
@@ -24,9 +24,9 @@ def resolve(asked: Plan, model: nn.Module, device: str, data: Any = None) -> Pla
     plan = asked.decide(activation=activation_for(model, asked))
     if not isinstance(plan, QuantizeConfig):
         return plan
-    gpu, relu = device == 'cuda', plan.activation == 'relu'
+    gpu, learns = device == 'cuda', plan.activation in LEARNT
     plan = plan.decide(
-        amp='fp16' if gpu else 'off', compile=gpu, lr=3e-4 if relu else 1e-5, task_loss=1.0 if relu else 0.0
+        amp='fp16' if gpu else 'off', compile=gpu, lr=3e-4 if learns else 1e-5, task_loss=1.0 if learns else 0.0
     )
     again = 'leave out' if not plan.resume else 'start another run without'
     if plan.compile and not gpu:
@@ -44,7 +44,7 @@ def fine_tuning(plan: QuantizeConfig) -> Learning:
     """Return how the calibrated model learns; one with ReLUs cannot reproduce every layer, so its boxes count too."""
     assert plan.lr and plan.task_loss is not None and plan.amp and plan.compile is not None
     rest = plan.task_loss, plan.amp, plan.compile, plan.supervision_stride
-    return Learning(plan.epochs, plan.iters, plan.lr, *rest, boxes=plan.activation == 'relu')
+    return Learning(plan.epochs, plan.iters, plan.lr, *rest, boxes=plan.activation in LEARNT)
 
 
 def adaptation(plan: QuantizeConfig) -> Learning:

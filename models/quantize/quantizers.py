@@ -22,6 +22,7 @@ import torch
 import torch.nn as nn
 from absl import logging as absl_logging
 from torch.utils.weak import WeakTensorKeyDictionary
+from typing_extensions import override
 
 from utils.qat.compat import imported_when_called
 from utils.qat.core.errors import QatError, one_line
@@ -39,6 +40,7 @@ QMIN, QMAX = -128, 127  # the full INT8 range, as ONNX and TensorRT compute it
 # moves a range by 0.05 %.
 MIN_AMAX, MAX_AMAX = QMAX * 2.0**-14, QMAX * 65504.0
 UNIT_SCALE, UNIT_MAX = 2.0**-8, 255  # of unsigned INT8 for values in 0..1
+LOWER = 1.02  # how far the range of logits goes below minus its end: more than a scale's rounding
 
 absl_logging.set_verbosity(absl_logging.ERROR)  # the library warns at every construction and load
 logging.getLogger('absl').propagate = False
@@ -69,6 +71,7 @@ class Quantizer(TensorQuantizer):
     """
 
     least = -float('inf')  # smaller values do not widen the range
+    tied = True  # shares its scale with the tensors that only moves are between, see scales.py
     shifts = False  # the zero point follows from the values, see `shifted_range`
 
     def __init__(self, axis: int | None = None) -> None:
@@ -133,6 +136,38 @@ class SiLUQuantizer(Quantizer):
     """Quantizer of the input of SiLU: values below `least` need no range, because SiLU is nearly 0 there."""
 
     least = -8.0  # SiLU: -0.003
+
+
+class OutputQuantizer(Quantizer):
+    """Quantizer of an output of the head, for all strides: boxes and classes have a scale each, although both are joined later."""
+
+    tied = False
+
+
+class LogitQuantizer(OutputQuantizer):
+    """Quantizer of the classes' logits: none beyond ±8, which are scores of 0.0003 and 0.9997, and no negative zero point.
+
+    Frigate subtracts the zero point from INT8 in INT8: a negative one would overflow.
+    """
+
+    least = -8.0
+
+    @override
+    def steps(self, amax: torch.Tensor, *ends: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Compute scale and zero point, see `Quantizer.steps`."""
+        lowest, highest = ends
+        highest = highest.clamp(max=-self.least)
+        return super().steps(amax.clamp(max=-self.least * LOWER), torch.minimum(lowest, -highest * LOWER), highest)
+
+
+class ImageQuantizer(Quantizer):
+    """Quantizer of the images: its 256 integers are the values of a pixel, 0..255, whatever the calibration saw."""
+
+    @override
+    def set_amax(self, amax: torch.Tensor, *ends: torch.Tensor) -> None:
+        """Set the scale 1/255 and the zero point -128."""
+        self.register_buffer('_amax', torch.full_like(amax, QMAX / UNIT_MAX))
+        self.register_buffer('_zero_point', torch.full_like(amax, QMIN, dtype=torch.int32))
 
 
 def rounded_unit(x: torch.Tensor) -> torch.Tensor:

@@ -145,7 +145,7 @@ def scale_groups(model: nn.Module) -> list[list[str]]:
 
     def met(quantizer: Quantizer, x: torch.Tensor) -> None:
         order.append(id(quantizer))
-        groups.join([quantizer, x])
+        groups.join([quantizer, x] if quantizer.tied else [quantizer])
 
     _dry_run(model, _Watch(groups), met)
     members: dict[int, list[str]] = {}

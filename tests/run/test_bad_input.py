@@ -61,6 +61,7 @@ qat.py quantize --weights {single} --hyp {hyp} --data {data} --imgsz 64 --worker
     --sensitive x.json --max-drop 0.2  | x.json: no such file
     --exclude model.99                 | matches no quantized layer
     --activation polynomial --target onnxruntime                 | ONNX Runtime computes it no faster
+    --activation relu6                                           | computes it no faster than a ReLU; use relu
     --activation-only model.0          | needs --activation
     --activation relu --activation-only model.77                | matches no quantized layer
     --activation relu --activation-epochs 0                     | must be 1 or more

@@ -19,6 +19,7 @@ from models.quantize.checkpoint import CheckpointFile, save_model
 from models.quantize.kept import Kept, kept_of
 from models.quantize.network import require_known_head
 from models.quantize.run.inputs import Inputs
+from utils.qat.config.qat import LEARNT
 from utils.qat.core.distributed import from_first, is_first, on_first
 from utils.qat.core.errors import QatError
 from utils.qat.core.files import TEMPORARY, atomic, write_torch
@@ -185,18 +186,18 @@ def open_run(inputs: Inputs) -> Run:
         require_annotations(images.data, scored['val'].dataset.im_files)
     if config.val_split:
         scored['held out'] = images.scored(split='held out')
-    hyp, relu = load_hyp(config.hyp) if config.hyp else None, config.activation == 'relu'
-    augments = relu and task.augments and len(set(config.imgsz)) == 1
+    hyp, learns = load_hyp(config.hyp) if config.hyp else None, config.activation in LEARNT
+    augments = learns and task.augments and len(set(config.imgsz)) == 1
     varied, mild = (VARIED, MILD) if augments else (None, None)
     run = Run(**vars(inputs), scored=scored)
     if config.exchanges or not config.resume:  # a resumed run with --activation may lack the calibration
         run.float_blocks, run.float_functions = kept_of(model, config, inputs.sha256)
-        if relu:
+        if learns:
             run.adaptation = images.training(hyp or varied)
             run.adaptation.fill(config.iters)
         run.calibration = images.calibration()
     if config.epochs:
         run.training = images.training(hyp or mild, labels=config.task_loss > 0)
-        if relu:
+        if learns:
             run.training.fill(config.iters)
     return run

@@ -113,6 +113,7 @@ masks_inside = partial(option, group='masks inside the file (likewise, segmentat
 by_torch_tensorrt = partial(
     option, group=f'Torch-TensorRT (--include {formats_with(FORMATS["torch_tensorrt"].options)})'
 )
+for_edge = partial(option, group=f'edge chips (--include {formats_with(FORMATS["edge"].options)})')
 
 
 @dataclass(frozen=True)
@@ -193,6 +194,13 @@ class ExportConfig(OnnxConfig):
     require_full_compilation: bool = by_torch_tensorrt(  # of ep and ts; an engine is always whole
         True, 'let PyTorch run what TensorRT does not take (ep, ts)'
     )
+
+    layout: str = for_edge(
+        'coral',
+        'coral: boxes and scores, of all strides. heads: boxes and classes of each stride, as .tflite and .onnx',
+        allowed=('coral', 'heads'),
+    )
+    sigmoid: bool = for_edge(False, 'scores of the classes, in 0..1, instead of logits (--layout heads)')
 
     @property
     def files(self) -> dict[str, Path]:

@@ -14,7 +14,8 @@ from utils.qat.core.errors import QatError
 from utils.qat.core.files import in_tree, require_data, require_file, require_source, require_yaml
 
 CANDIDATES = ('l2.4', 'fisher')  # --calib-method auto takes the better of them
-AUTO, ACTIVATIONS = 'auto', ('keep', 'polynomial', 'relu')
+AUTO, ACTIVATIONS = 'auto', ('keep', 'polynomial', 'relu', 'relu6')
+LEARNT = ('relu', 'relu6')  # activation functions that a model has to learn
 CALIB_METHODS = ('auto', *CANDIDATES, 'mse', 'percentile', 'max')
 SCALE_POLICIES = ('tied', 'free')
 AMP = ('off', 'bf16', 'fp16')
@@ -162,7 +163,7 @@ class PtqConfig(Settings):
     )
     activation: str = activations(  # AUTO until the model is known
         AUTO,
-        'exchange SiLU for a function that is faster in INT8: a polynomial near to it, or a ReLU, which the model has to learn. '
+        'exchange SiLU for a function that is faster in INT8: a polynomial near to it, or a ReLU or ReLU6, which the model has to learn. '
         'auto: `quantize` takes the polynomial in YOLOv9 for OpenVINO, else keep',
         allowed=(AUTO, *ACTIVATIONS),
     )

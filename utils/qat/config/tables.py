@@ -14,6 +14,7 @@ NAMES = (  # the folders of utils/qat/vendors/. The first that takes a file runs
     'tensorrt',
     'onnxruntime',
     'openvino',
+    'edge',  # before litert, whose backend takes its files too
     'litert',
     'pytorch',
 )

@@ -259,17 +259,30 @@ def set_metadata(model: ModelProto, **props: object) -> ModelProto:
 
 
 def absorb_relus(model: ModelProto) -> ModelProto:
-    """Drop each Relu that only Qs with the smallest zero point read, in place, because these saturate at 0. Changes no value."""
+    """Drop each Relu that only Qs with the smallest zero point read, in place, because these saturate at 0. Changes no value.
+
+    Likewise a Clip from 0 to a limit, such as a ReLU6, if the largest integer of the Qs stands for the limit or less.
+    """
     values, read, renamed = constants(model), readers(model), dict[str, str]()
     outputs = {o.name for o in model.graph.output}
 
-    def saturates(node: NodeProto) -> bool:
+    def limit_of(node: NodeProto) -> float:
+        """Return the upper limit of a Relu or a Clip from 0; -inf of any other node."""
+        ends = [values.get(name) for name in node.input[1:]] if node.op_type == 'Clip' else []
+        if len(ends) == 2 and ends[1] is not None and ends[0] is not None and ends[0] == 0:
+            return float(ends[1])
+        return float('inf') if node.op_type == 'Relu' else -float('inf')
+
+    def saturates(node: NodeProto, limit: float) -> bool:
         zero = values.get(node.input[2]) if node.op_type == 'QuantizeLinear' and len(node.input) > 2 else None
-        return zero is not None and bool((zero == np.iinfo(zero.dtype).min).all())
+        if zero is None or not (zero == np.iinfo(zero.dtype).min).all():
+            return False
+        scale, most = values.get(node.input[1]), int(np.iinfo(zero.dtype).max) - int(np.iinfo(zero.dtype).min)
+        return limit == float('inf') or (scale is not None and bool((np.rint(limit / scale) >= most).all()))
 
     def keep(node: NodeProto) -> bool:
-        found = [reader for reader, _ in read.get(node.output[0], ())]
-        if node.op_type != 'Relu' or node.output[0] in outputs or not found or not all(map(saturates, found)):
+        found, limit = [reader for reader, _ in read.get(node.output[0], ())], limit_of(node)
+        if limit < 0 or node.output[0] in outputs or not found or not all(saturates(each, limit) for each in found):
             return True
         renamed[node.output[0]] = node.input[0]
         return False

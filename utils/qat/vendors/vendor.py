@@ -35,6 +35,8 @@ class Target:
     add_policies: Mapping[str, str] = field(default_factory=dict)
     # outputs of the head (box, class, mask) that INT8 convolutions compute. Their results are float, without Q/DQ
     int8_outputs: frozenset[str] = frozenset()
+    # whether its programs take images and return the head's outputs as integers, and its convolutions end with a ReLU6
+    integers: bool = False
     activation: str = 'keep'  # what --activation auto is for a network of YOLOv9
     gains_by: tuple[str, ...] = ('relu',)  # keys of --activation that are faster than SiLU in it, the fastest last
     only_here: str = ''  # a clause: why TensorRT cannot read a file with zero points, and its drawback in other engines
@@ -45,7 +47,9 @@ class Target:
 
     def places_as(self, other: Target) -> bool:
         """Tell whether places and ranges of Q/DQ are the same as for `other`."""
-        mine, theirs = ((t.activations, t.zero_points, t.add_policies, t.int8_outputs) for t in (self, other))
+        mine, theirs = (
+            (t.activations, t.zero_points, t.add_policies, t.int8_outputs, t.integers) for t in (self, other)
+        )
         return mine == theirs
 
     def require_tensorrt(self, what: str, zero_points: bool) -> None:

@@ -138,6 +138,11 @@ class LiteRT(Session):
         self.weighted = len(layers)
         self.int8 = sum({types[i] for i in (*op['inputs'][:2], *op['outputs'])} == {'int8'} for op in layers)
 
+    @staticmethod
+    @override
+    def takes(file: Path) -> bool:
+        return 'layout' not in read_metadata(file)  # the raw outputs of a head
+
     @property
     @override
     def notes(self) -> Sequence[str]:
@@ -170,15 +175,19 @@ class LiteRT(Session):
         except ValueError as e:
             raise QatError(f'{self.file}: LiteRT cannot run it: {one_line(e)}') from e
 
-    def compute(self) -> dict[str, torch.Tensor]:
-        """Compute the outputs for the images of `give`, see `run`."""
+    def invoke(self) -> None:
+        """Run the file on the images of `give`."""
         try:
             self.model.invoke()
         except RuntimeError as e:
             raise QatError(f'{self.file}: LiteRT cannot run it: {one_line(e)}') from e
+
+    def compute(self) -> dict[str, torch.Tensor]:
+        """Compute the outputs for the images of `give`, see `run`."""
+        self.invoke()
         found = {}
         for name, output in zip(OUTPUTS, self.outputs):
-            values = _values(self.model.get_tensor(output['index']), output)
+            values = values_of(self.model.get_tensor(output['index']), output)
             if values.dim() == 3:
                 values[:, :4] *= torch.tensor(self.size * 2).view(4, 1)
             if values.dim() == 4 and self.channels_last:
@@ -196,7 +205,7 @@ def _stored(values: torch.Tensor, tensor: dict[str, Any]) -> np.ndarray:
     return (values / scale).round().add(zero_point).clamp(limits.min, limits.max).numpy().astype(tensor['dtype'])
 
 
-def _values(stored: np.ndarray, tensor: dict[str, Any]) -> torch.Tensor:
+def values_of(stored: np.ndarray, tensor: dict[str, Any]) -> torch.Tensor:
     """Convert values of a file's tensor to FP32."""
     if tensor['dtype'] is np.float32:
         return torch.from_numpy(stored)
@@ -232,7 +241,8 @@ class MeasuredLiteRT(Measured):
         session = LiteRT(file, torch.device('cpu'))
         found = session.signature()
         inputs: OpenInputs = {name: (torch.float32, tuple(shape)) for name, shape in found.inputs.items()}
-        types = 'INT8 and FP32' if session.int8 else 'FP32'
+        floats = any(each['dtype'] is np.float32 for each in (*session.inputs, *session.outputs))
+        types = ' and '.join(['INT8'] * bool(session.int8) + ['FP32'] * floats)
         return ModelFile(file, inputs, types, task=found.metadata.get('task', ''))
 
 

@@ -33,7 +33,7 @@ from utils.qat.vendors.load import open_file
 CPU = torch.device('cpu')
 
 
-class _PoolsAsConvolutions(TorchFunctionMode):
+class PoolsAsConvolutions(TorchFunctionMode):
     """Context that computes an average pooling as a depthwise convolution with Q and DQ.
 
     XNNPACK has no INT8 kernel for the pooling: LiteRT's own takes twelve times as long as this convolution, and it wants one scale
@@ -62,7 +62,7 @@ class OnChannelsLast(nn.Module):
     def forward(self, images: torch.Tensor) -> Any:
         """Predict for images FP32 [B, H, W, 3], in 0..1 or normalized as the task wants them: a classifier's logits, predictions, or predictions and prototypes."""
         # The clamp changes no image: without it the converter leaves out the Q of the images, and the file takes INT8
-        with _PoolsAsConvolutions() if self.quantized else nullcontext():
+        with PoolsAsConvolutions() if self.quantized else nullcontext():
             found = self.model(images.clamp(*self.limits).permute(0, 3, 1, 2))
         predictions, *prototypes = found if isinstance(found, (tuple, list)) else (found,)
         if predictions.dim() == 2:
@@ -88,17 +88,21 @@ def convert(model: nn.Module, imgsz: Sequence[int], batch: int, file: Path) -> N
 
     model: float, or quantized and calibrated, in the form of `traceable_copy`; it is changed.
     """
-    library, settings = load_converter('--include litert'), None
-    if named_quantizers(model):
+    quantized = bool(named_quantizers(model))
+    if quantized:
+        model = on_integers(model, stored=GriddedWeight)
+    write_module(OnChannelsLast(model, imgsz, quantized), (batch, *imgsz, 3), file, quantized, '--include litert')
+
+
+def write_module(module: nn.Module, shape: Sequence[int], file: Path, quantized: bool, who: str) -> None:
+    """Convert a module whose input, FP32, has this shape to a .tflite file. who: the flag that needs it."""
+    library, settings = load_converter(who), None
+    if quantized:
         pt2e = library.quantize.pt2e_quantizer  # which only tells the converter that Q and DQ are in the graph
         quantizer = pt2e.PT2EQuantizer().set_global(pt2e.get_symmetric_quantization_config())
         settings = library.quantize.quant_config.QuantConfig(pt2e_quantizer=quantizer)
-        model = on_integers(model, stored=GriddedWeight)
-    example = (torch.zeros(batch, *imgsz, 3),)
     with without_native_messages(), torch.no_grad():
-        library.convert(
-            OnChannelsLast(model, imgsz, settings is not None).eval(), example, quant_config=settings
-        ).export(str(file))
+        library.convert(module.eval(), (torch.zeros(*shape),), quant_config=settings).export(str(file))
 
 
 class LiteRTFormat(Format):

@@ -1,0 +1,58 @@
+"""The ends of a .tflite file: pixels in, integers of the head out, no operator in float."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from utils.qat.core.errors import QatError
+
+
+def tensors_of(file: Path) -> dict[str, Any]:
+    """Describe the inputs and outputs of a file for its reader: name → shape, type, scale and zero point."""
+    from ai_edge_litert.interpreter import Interpreter
+
+    model = Interpreter(str(file))
+    return {
+        each['name']: {
+            'shape': each['shape'].tolist(),
+            'type': each['dtype'].__name__,
+            'scale': float(each['quantization'][0]),
+            'zero_point': int(each['quantization'][1]),
+        }
+        for each in (*model.get_input_details(), *model.get_output_details())
+    }
+
+
+def with_integer_ends(file: Path, outputs: Sequence[str]) -> None:
+    """Let a converted file take the pixels themselves, UINT8 `images`, in place, and name its outputs.
+
+    Raises QatError if an operator of it is in float.
+    """
+    from ai_edge_litert import schema_py_generated as schema
+    from ai_edge_litert.tools import flatbuffer_utils
+
+    model = flatbuffer_utils.read_model(str(file))
+    graph, signature = model.subgraphs[0], model.signatureDefs[0]
+    kinds = [code.builtinCode for code in model.operatorCodes]
+    floats = {i for i, tensor in enumerate(graph.tensors) if tensor.type == schema.TensorType.FLOAT32}
+    (image,) = graph.inputs
+    graph.operators = [op for op in graph.operators if not floats.issuperset(op.outputs)]  # the clamp to 0..1
+    left = [op for op in graph.operators if floats & {*op.inputs, *op.outputs}]
+    if len(left) != 1 or kinds[left[0].opcodeIndex] != schema.BuiltinOperator.QUANTIZE:
+        raise QatError(
+            f'{len(left)} operators would be in float, such as those of layers that the quantization left in float; quantize all'
+        )
+    left[0].inputs = np.array([image], np.int32)
+    pixels, quantized = graph.tensors[image], graph.tensors[left[0].outputs[0]].quantization
+    pixels.type, pixels.name = schema.TensorType.UINT8, b'images'
+    pixels.quantization = schema.QuantizationParametersT()
+    pixels.quantization.scale, pixels.quantization.zeroPoint = quantized.scale, np.array([0], np.int64)
+    signature.inputs[0].name = b'images'
+    for i, (entry, name) in enumerate(zip(sorted(signature.outputs, key=lambda each: each.name), outputs)):
+        entry.name = graph.tensors[entry.tensorIndex].name = name.encode()
+        graph.outputs[i] = entry.tensorIndex
+    flatbuffer_utils.write_model(model, str(file))

@@ -83,9 +83,7 @@ class OnnxConfig(Settings):
         'outside Q/DQ',
         allowed=tuple(OPSETS),
     )
-    no_pad: bool = option(
-        False, 'leave widths of an INT8 file for TensorRT as they are; else they are padded to what its kernels want'
-    )
+    no_pad: bool = option(False, 'do not pad the widths of an INT8 file for TensorRT')
     opset: int = option(
         None, 'ONNX opset; default: ' + ', '.join(f'{default} for --trt {v}' for v, (*_, default) in OPSETS.items())
     )

@@ -139,8 +139,7 @@ class PtqConfig(Settings):
 
     target: str = option(
         DEFAULT_TARGET,
-        'engine that the placement of Q/DQ is made for'
-        + ''.join(f'. {name}: {engine.placement}' for name, engine in TARGETS.items() if engine.placement),
+        'engine that the placement of Q/DQ is made for; docs/placement.md says where each wants them',
         allowed=tuple(TARGETS),
     )
     seed: int = run(57, 'seed of all random numbers', allowed=SEED)
@@ -163,7 +162,7 @@ class PtqConfig(Settings):
     )
     activation: str = activations(  # AUTO until the model is known
         AUTO,
-        'exchange SiLU for a function that is faster in INT8: a polynomial near to it, or a ReLU or ReLU6, which the model has to learn. '
+        'exchange SiLU for a function that is faster in INT8: a polynomial near to it, or a ReLU or ReLU6, which the model learns. '
         'auto: `quantize` takes the polynomial in YOLOv9 for OpenVINO, else keep',
         allowed=(AUTO, *ACTIVATIONS),
     )

@@ -68,6 +68,7 @@ OTHERS = {  # the other commands: they write what the user named, or under the n
     *('demo/weights.py', 'demo/train.sh', 'demo/setup.sh', 'quickstart.sh', 'run_tests.sh'),
     *('scripts/verify_tensorrt.py', 'scripts/verify_tensorrt.sh'),  # a run's folder
     'examples/infer_engine.py',  # it writes nothing
+    'yolov9_qat.py',  # the library: it writes what its caller named
     'patch_yolov9.sh',  # tests/repository/test_patch.py
 }
 TASKS = {'segment/qat_seg.py': 'segment', 'classify/qat_cls.py': 'classify'}  # qat.py for one task only

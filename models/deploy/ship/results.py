@@ -135,11 +135,8 @@ def ways(plan: Plan, file: Path, checkpoint: Path) -> list[str]:
         lines += [f'detectors: {{own: {{type: {detector}}}}}']
         lines += [f'model: {{model_type: yolo-generic, input_tensor: nchw, input_dtype: float, {about}}}']
     if plan.target.name == 'tensorrt':
-        lines += ['# DeepStream, Triton: docs/deploy.md']
+        lines += ['# DeepStream; for Triton and NMS inside: docs/deploy.md']
         lines += [command('export_yoloV9.py', '-w', checkpoint, '-s', *size, '--dynamic')]
-        lines += [
-            command('export_qat.py', '--weights', checkpoint, '--include', 'onnx_end2end', '--dynamic', '--simplify')
-        ]
     return lines
 
 

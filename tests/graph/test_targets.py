@@ -6,6 +6,7 @@ from collections import Counter
 import onnx
 import pytest
 import torch
+from conftest import REPO
 from faults import sampled
 from graphs import assert_same_outputs, copy, in_onnxruntime, unread
 from models.common import CBFuse
@@ -208,9 +209,13 @@ def test_a_file_names_its_target(name, tmp_path):
     assert metadata_value(graph, 'target', 'tensorrt') == name
 
 
-def test_help_describes_each_target_that_places_otherwise():
+def test_the_page_that_help_names_describes_each_target_that_places_otherwise():
     said, default = option_of(QuantizeConfig, 'target').help, load_target(DEFAULT_TARGET)
-    assert [name for name in TARGETS if not load_target(name).places_as(default) and f'. {name}: ' not in said] == []
+    page = (REPO / 'docs/placement.md').read_text(encoding='utf-8')
+    assert 'docs/placement.md' in said
+    assert [
+        name for name in TARGETS if not load_target(name).places_as(default) and f'--target {name}' not in page
+    ] == []
 
 
 @pytest.mark.parametrize('name', ['../other', 'target', '', 7, ['tensorrt'], None])

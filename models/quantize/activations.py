@@ -15,7 +15,7 @@ import torch
 import torch.nn as nn
 from torchvision.ops.misc import SqueezeExcitation
 
-from models.quantize.network import left_out
+from models.quantize.network import left_out, replace_module
 from utils.qat.config.qat import AUTO, PtqConfig, QuantizeConfig
 from utils.qat.config.tables import load_target
 from utils.qat.core.errors import QatError
@@ -119,11 +119,6 @@ def chosen_activations(model: nn.Module, config: QuantizeConfig) -> list[str]:
     return [path for path in paths if path not in kept]
 
 
-def _replace(model: nn.Module, path: str, module: nn.Module) -> None:
-    parent, _, name = path.rpartition('.')
-    model.get_submodule(parent)._modules[name] = module
-
-
 def exchanged(model: nn.Module, activation: str, paths: Sequence[str]) -> nn.Module:
     """Make a copy of a float model with an Exchange, at share 0, in place of the activation functions at `paths`."""
     model = deepcopy(model).eval()
@@ -131,7 +126,7 @@ def exchanged(model: nn.Module, activation: str, paths: Sequence[str]) -> nn.Mod
     for path in paths:
         old = deepcopy(model.get_submodule(path))
         old.inplace = False  # its input is read again
-        _replace(model, path, Exchange(old, NEW[activation](), share))
+        replace_module(model, path, Exchange(old, NEW[activation](), share))
     return model
 
 
@@ -149,12 +144,12 @@ def restored(model: nn.Module, paths: Collection[str]) -> nn.Module:
     if paths and not found.keys() - set(paths):
         raise QatError('--activation-only, --keep-float: no activation function is left to exchange; keep less')
     for path in found.keys() & set(paths):
-        _replace(model, path, found[path].old)
+        replace_module(model, path, found[path].old)
     return model
 
 
 def finished(model: nn.Module) -> nn.Module:
     """Put the new activation functions in the place of the exchanges, in place, and return the model."""
     for path, exchange in exchanges(model).items():
-        _replace(model, path, exchange.new)
+        replace_module(model, path, exchange.new)
     return model

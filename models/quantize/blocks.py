@@ -16,6 +16,7 @@ import torch.nn as nn
 import torch.nn.functional as F
 from models.common import AConv, ADown, Bottleneck, CBFuse, RepNBottleneck
 
+from models.quantize.network import replace_module
 from models.quantize.quantizers import Quantizer, SiLUQuantizer, rounded_unit
 
 
@@ -92,8 +93,7 @@ def float_groups(model: nn.Module) -> list[str]:
     """Put float convolutions in the place of quantized ones with groups, in a model. Returns their paths."""
     found = [(path, m) for path, m in model.named_modules() if isinstance(m, QuantConv2d) and m.groups > 1]
     for path, conv in found:
-        parent, _, name = path.rpartition('.')
-        setattr(model.get_submodule(parent), name, conv.to_float())
+        replace_module(model, path, conv.to_float())
     return [path for path, _ in found]
 
 

@@ -1,4 +1,4 @@
-"""What stays as it is: blocks that stay in float, or activation functions that are not exchanged; named, or as many as a budget needs."""
+"""The user names blocks that stay in float and activation functions that are not exchanged, or a budget decides how many."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace

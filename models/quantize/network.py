@@ -176,3 +176,9 @@ def left_out(
     if not chosen:
         raise QatError('--exclude, --only: nothing is left to quantize')
     return [path for path in paths if path not in chosen]
+
+
+def replace_module(model: nn.Module, path: str, module: nn.Module) -> None:
+    """Put a module in the place of that at a path of a model."""
+    parent, _, name = path.rpartition('.')
+    model.get_submodule(parent)._modules[name] = module

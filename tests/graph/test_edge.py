@@ -138,7 +138,7 @@ def test_checkpoints_and_options_that_do_not_fit_are_refused(small, capfd, tmp_p
 
 @torch.no_grad()
 def test_decoding_gives_what_the_head_computes():
-    """Of both layouts. Sums come in another order."""
+    """Both layouts give the predictions of PyTorch's head, up to the order of its sums."""
     model, images = model_of(), made_images(1, (SIDE, SIDE))
     wanted = traceable_copy(model)(images)
     for layout, names in LAYOUTS.items():
@@ -188,7 +188,7 @@ def test_frigate_and_the_reference_decoder_find_our_boxes(least):
 
 @torch.no_grad()
 def test_scores_instead_of_logits(tmp_path):
-    """Of opset 13, the first with a scale for each channel. A sigmoid's integers have the scale 1/256."""
+    """A file of opset 13, the first with a scale for each channel, ends its classes with a sigmoid in steps of 1/256."""
     model, names = model_of(nc=3), LAYOUTS['heads']
     sizes = {name: SIDE // int(re.sub(r'\D', '', name)) for name in names}
     tensors = {name: {'shape': [1, side, side, 64 if 'box' in name else 3]} for name, side in sizes.items()}

@@ -1,4 +1,4 @@
-"""What is known before the work: the model, its data, the engine, and the time of one image."""
+"""`look` reads the model, its data and the engine before the work begins, and times one image."""
 
 from __future__ import annotations
 

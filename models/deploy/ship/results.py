@@ -1,4 +1,4 @@
-"""What the steps of ship have left → ship.json and the page."""
+"""`conclude` reads the files that the steps of ship have left, and writes ship.json and the page."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def mb(size: float) -> str:
 
 
 class Results:
-    """What the steps of a run of `quantize` have left."""
+    """The scores, speeds and decisions in the files of a run of `quantize` and of the steps behind it."""
 
     def __init__(self, plan: Plan, run: str) -> None:
         """Read the results. run: name of the run."""

@@ -25,7 +25,7 @@ from models.quantize.scales import shared_scales
 from utils.qat.backends.pytorch import stride_of, task_of
 from utils.qat.config.tables import CHECKPOINTS
 from utils.qat.core.command import command
-from utils.qat.core.errors import QatError, one_line
+from utils.qat.core.errors import QatError, one_line, reporting
 from utils.qat.core.files import require_file, sha256, write_torch
 from utils.qat.core.log import LOGGER
 from utils.qat.core.machine import versions
@@ -161,17 +161,14 @@ class CheckpointFile:
     @torch.no_grad()
     def _require_running(self, model: nn.Module) -> None:
         """Run the model once: only a run shows whether its layers, built without their constructors, are complete and fit this tree."""
-        try:
+        problem = f'--weights {self.path}: its model does not run with the layers of this YOLOv9 tree'
+        remedy = "use the tree it was trained with, or a checkpoint of upstream's training"
+        with reporting(problem, Exception, remedy=remedy):  # a layer with other attributes raises errors of any kind
             task_of(model).prepare(model)
             stride = stride_of(model)
             if not 0 < max(model.stride) <= LARGEST_STRIDE:
                 raise ValueError(f'stride {stride}')
             model(torch.zeros(1, 3, 2 * stride, 2 * stride))
-        except Exception as e:  # a layer with other attributes raises errors of any kind
-            raise QatError(
-                f'--weights {self.path}: its model does not run with the layers of this YOLOv9 tree ({type(e).__name__}: '
-                f"{one_line(e)}); use the tree it was trained with, or a checkpoint of upstream's training"
-            ) from e
 
 
 def _of_torchvision(model: Any) -> bool:

@@ -406,7 +406,7 @@ def a_report_that_is_a_pipe(bench):
     return in_the_way(bench, 'report.json')
 
 
-@case(2, 'not UTF-8, from byte')
+@case(2, 'not UTF-8 (')
 def an_xml_that_is_not_utf8(bench):
     pytest.importorskip('openvino')
     command('export_qat.py', '--weights', bench.model(), '--imgsz', 64, '--include', 'openvino')

@@ -12,9 +12,11 @@ from utils.qat.config.common import (
     SEED,
     SHARE,
     SIZE,
+    SQUARE,
     TOLERANCE,
     FolderConfig,
     LabelledConfig,
+    image_sides,
     scores,
 )
 from utils.qat.config.settings import Range, Settings, Sides, option, run
@@ -105,7 +107,7 @@ class BuildConfig(Settings):
         None, "TensorRT's optimization level, 0 (fast build) to 5 (fast engine)", allowed=Range(0, 5)
     )
     backend: str = option(ENGINE_BACKEND, 'TensorRT, or TensorRT-RTX, which builds without a GPU', allowed=ENGINES)
-    trtexec: bool = option(True, 'use the Python package even if trtexec is found')
+    trtexec: bool = option(True, 'use trtexec where it is found')
     tune_build_routes: str | None = option(
         None,
         "trtexec 11.1 and later: keep the fastest engine of these build routes, such as --tune-build-routes='-copy_ppg=[on|off]'",
@@ -175,9 +177,7 @@ class BenchmarkConfig(LabelledConfig, FolderConfig):
     )
     _: KW_ONLY
     device: str = run('', DEVICE)
-    cuda_graph: bool = measurement(
-        True, 'launch the kernels of an engine one by one'
-    )  # trtexec 11 replays a graph as well
+    cuda_graph: bool = measurement(True, 'replay the kernels of an engine as a CUDA graph')  # as trtexec 11 does
     workspace: int = measurement(WORKSPACE, 'MiB for the kernels of an engine that is built', allowed=MEMORY)
     jobs: int | None = measurement(*JOBS, metavar='N', allowed=Range(1))
     baseline: str | None = measurement(
@@ -225,12 +225,7 @@ class CompareConfig(LabelledConfig, FolderConfig):
     random: int | None = option(None, 'use N images of noise instead of --data', metavar='N', allowed=Range(1))
     _: KW_ONLY
     images: int = 100
-    imgsz: Sides | None = option(
-        None,
-        'height and width in pixels, or one number for both; default: that of the files, or 640',
-        *SIZE,
-        allowed=Range(32),
-    )
+    imgsz: Sides | None = image_sides('that of the files, or 640')
     device: str = run('', DEVICE)
     rtol: float = comparison(1e-3, 'relative tolerance, as in numpy.isclose', allowed=TOLERANCE)
     atol: float = comparison(1e-3, 'absolute tolerance; for boxes in pixels', allowed=TOLERANCE)
@@ -267,7 +262,7 @@ class VerifyConfig(FolderConfig):
     weights: Path = option(MISSING, 'INT8 checkpoint of qat.py quantize')
     float_weights: Path = option(MISSING, 'the float checkpoint that it was made of, with one branch', '--float')
     data: Path = option(MISSING, 'data YAML')
-    imgsz: Sides = option((640, 640), 'height and width in pixels, or one number for both', *SIZE, allowed=Range(32))
+    imgsz: Sides = image_sides(default=SQUARE)
     _: KW_ONLY
     segment: Path | None = option(None, 'INT8 checkpoint of a segmentation model; without it those rows are skipped')
     segment_data: Path | None = option(None, 'its data YAML')
@@ -305,12 +300,7 @@ class InferConfig(FolderConfig):
     )
     _: KW_ONLY
     save: bool = option(False, 'draw the detections into copies of the images, in PROJECT/NAME')
-    imgsz: Sides | None = option(
-        None,
-        'height and width in pixels, or one number for both; default: that of the file or of the quantization, else 640',
-        *SIZE,
-        allowed=Range(32),
-    )
+    imgsz: Sides | None = image_sides('that of the file or of the quantization, else 640')
     conf_thres: float = scores(0.25, 'lowest score; a file with NMS inside has one of its own besides', allowed=SHARE)
     iou_thres: float = scores(0.45, 'IoU above which NMS drops a box; not of a file with NMS inside', allowed=SHARE)
     backend: str | None = option(

@@ -6,7 +6,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from utils.qat.config.common import OR_ALL, SHARE, SIZE, names_from
+from utils.qat.config.common import OR_ALL, SHARE, image_sides, names_from
 from utils.qat.config.deploy import MEMORY, WORKSPACE
 from utils.qat.config.settings import Range, Settings, Sides, flag_of, option, run
 from utils.qat.config.tables import FORMATS, NMS, formats_with
@@ -127,12 +127,8 @@ class ExportConfig(OnnxConfig):
     )
     include: tuple[str, ...] = option(('onnx',), 'files to write', allowed=tuple(FORMATS))
     project: Path | None = option(None, 'folder of the files; default: that of the weights')
-    imgsz: Sides = option(  # None until the model is known
-        None,
-        'height and width in pixels, or one number for both; default: that of the quantization, of a float checkpoint 640, of a classifier 224',
-        *SIZE,
-        allowed=Range(32),
-    )
+    # None until the model is known
+    imgsz: Sides = image_sides('that of the quantization, of a float checkpoint 640, of a classifier 224')
     _: KW_ONLY
     batch_size: int = option(1, 'images per run of a graph with a fixed batch', allowed=Range(1))
     inplace: bool = option(False, "set the head's inplace flag, as upstream's export does")
@@ -189,9 +185,7 @@ class ExportConfig(OnnxConfig):
     )
     dtype: str = by_torch_tensorrt('fp16', 'types outside of Q/DQ', allowed=('fp16', 'fp32'))
     workspace: int = by_torch_tensorrt(WORKSPACE, 'memory for kernels', metavar='MIB', allowed=MEMORY)
-    require_full_compilation: bool = by_torch_tensorrt(  # of ep and ts; an engine is always whole
-        True, 'let PyTorch run what TensorRT does not take (ep, ts)'
-    )
+    require_full_compilation: bool = by_torch_tensorrt(True, 'require that TensorRT runs every part (ep, ts)')
 
     layout: str = for_edge(
         'coral',
@@ -267,12 +261,7 @@ class DeepStreamConfig(OnnxConfig):
     """Settings of `export_yoloV9.py`."""
 
     weights: Path = option(MISSING, 'checkpoint (.pt); auxiliary branches are left out', '-w')
-    size: Sides = option(  # None until the model is known
-        None,
-        'height and width in pixels, or one number for both; default: that of the quantization, else 640',
-        '-s',
-        allowed=Range(32),
-    )
+    size: Sides = image_sides('that of the quantization, else 640', flags=['-s'])  # None until the model is known
     _: KW_ONLY
     batch: int = option(1, 'images per run of a graph with a fixed batch', allowed=Range(1))
     project: Path | None = option(None, 'folder of the files; default: that of the weights')
@@ -287,15 +276,5 @@ class DeepStreamConfig(OnnxConfig):
 
     def export(self) -> ExportConfig:
         """Convert to the settings of `export_qat.py`."""
-        return ExportConfig(
-            self.weights,
-            imgsz=self.size,
-            batch_size=self.batch,
-            dynamic=self.dynamic,
-            simplify=self.simplify,
-            trt=self.trt,
-            no_pad=self.no_pad,
-            opset=self.opset,
-            overwrite=self.overwrite,
-            project=self.project,
-        )
+        shared = {f.name: getattr(self, f.name) for f in fields(OnnxConfig)}
+        return ExportConfig(self.weights, imgsz=self.size, batch_size=self.batch, project=self.project, **shared)

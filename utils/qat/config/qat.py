@@ -6,7 +6,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
 
-from utils.qat.config.common import OR_ALL, SEED, SHARE, SIZE, FolderConfig, LoaderConfig, names_from, scores
+from utils.qat.config.common import OR_ALL, SEED, SHARE, FolderConfig, LoaderConfig, image_sides, names_from, scores
 from utils.qat.config.settings import Range, Settings, Sides, flag_of, image_size, option, run
 from utils.qat.config.tables import CHECKPOINTS, DEFAULT_TARGET, EXPORTED, PREDICTING, TARGETS
 from utils.qat.config.tasks import TASKS, load_task
@@ -93,12 +93,8 @@ class EvalConfig(ModelConfig):
     weights: Path = option(MISSING, 'checkpoint (.pt), .onnx, .xml or .tflite; of several each is scored', each=True)
     _: KW_ONLY
     project: Path = Path('runs/qat_eval')
-    imgsz: Sides = option(  # None until the file has been read
-        None,
-        'height and width in pixels, or one number for both; default: that of the file or the quantization, else 640',
-        *SIZE,
-        allowed=Range(32),
-    )
+    # None until the file has been read
+    imgsz: Sides = image_sides('that of the file or the quantization, else 640')
     conf_thres: float = scores(0.001, 'lowest score that counts, but for files with NMS inside', allowed=SHARE)
     iou_thres: float = scores(0.7, 'IoU above which NMS drops a box, likewise', allowed=SHARE)
     square: bool = scores(False, 'letterbox to squares, as for exported files; default: padded rectangles, as val.py')
@@ -154,7 +150,7 @@ class PtqConfig(Settings):
         'percentage of magnitudes in the range of --calib-method percentile',
         allowed=Range(0.0, 100.0, without=0),
     )
-    bias_correction: bool = calibration(True, 'do not let the biases correct the shift of rounding')
+    bias_correction: bool = calibration(True, 'let the biases correct the shift of rounding')
     scale_policy: str = calibration(
         'tied',
         'tied: tensors joined by Concat, MaxPool, split, nearest resize or Add share one scale; free: none do',
@@ -173,12 +169,7 @@ class CalibrationConfig(PtqConfig, ModelConfig):
     """Settings that `quantize` and `sensitive` share: a float checkpoint and its calibration."""
 
     HIDDEN: ClassVar[tuple[str, ...]] = ('hyp', 'overlap', 'mask_ratio')
-    imgsz: Sides = option(  # None until the model is known
-        None,
-        'height and width in pixels, or one number for both; default: 640, of a classifier 224',
-        *SIZE,
-        allowed=Range(32),
-    )
+    imgsz: Sides = image_sides('640, of a classifier 224')  # None until the model is known
     project: Path = Path('runs/qat')
     hyp: Path | None = option(
         None, 'fine-tune on images augmented as this file says; default: as they are', parse=in_tree
@@ -273,8 +264,8 @@ class QuantizeConfig(CalibrationConfig):
         allowed=Range(0, 100, words='lie in [0, 100] points of AP, such as 0.2'),
     )
     dry_run: bool = layers(False, 'print what would be quantized; needs only --weights')
-    eval_origin: bool = option(True, 'do not evaluate the float model')
-    eval_ptq: bool = option(True, 'do not evaluate the calibrated model')
+    eval_origin: bool = option(True, 'evaluate the float model')
+    eval_ptq: bool = option(True, 'evaluate the calibrated model')
     resume: Path | None = run(  # no setting of the run
         None,
         'continue the interrupted run in FOLDER; takes only --device and --workers',

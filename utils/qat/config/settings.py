@@ -46,7 +46,7 @@ class Range:
 class Option:
     """The command-line option of a setting, and its allowed values; see `option`."""
 
-    help: str  # text of -h, to which the default is appended unless it is there. Empty = it cannot be typed
+    help: str  # of a switch what it does when it is true; see `help_of`. Empty = it cannot be typed
     flags: tuple[str, ...]  # other flags, such as '-w'
     allowed: Range | tuple | None = None  # Range of a number, or choices; of several values, each one is checked
     metavar: str | None = None
@@ -256,8 +256,12 @@ def _how(field: Field, option: Option) -> dict[str, Any]:
 
 
 def help_of(field: Field, option: Option) -> str:
-    """Return the help text, and append the default unless the text has it."""
+    """Return the help text of the flag; the default is appended unless the text has it."""
     default = field.default
+    if (
+        default is True and not option.negatable
+    ):  # its flag is --no-NAME, and the text says what it does when it is true
+        return f'do not {option.help}'
     if 'default' in option.help.lower() or isinstance(default, bool) or default in (MISSING, None, '', ()):
         return option.help
     words = typed_sides(default) if field.type == Sides else default if isinstance(default, tuple) else [default]

@@ -66,6 +66,15 @@ def one_line(text: object, most: int = 200) -> str:
     return ' '.join(str(text).split())[:most]
 
 
+@contextlib.contextmanager
+def reporting(problem: str, *errors: type[BaseException], remedy: str = '', most: int = 200) -> Iterator[None]:
+    """Raise errors of a library in the block as a QatError: the problem, what the library says on one line, and the remedy."""
+    try:
+        yield
+    except errors as e:
+        raise QatError(f'{problem} ({one_line(e, most) or type(e).__name__})' + f'; {remedy}' * bool(remedy)) from e
+
+
 def check(problems: Iterable[tuple[Any, str]]) -> None:
     """Raise one QatError with the messages of all problems found. problems: pairs (whether it is one, its message)."""
     bad = [text for is_bad, text in problems if is_bad]

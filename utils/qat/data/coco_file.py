@@ -6,7 +6,7 @@ import re
 from pathlib import Path
 from typing import Any
 
-from utils.qat.core.errors import QatError, one_line
+from utils.qat.core.errors import QatError, reporting
 from utils.qat.untrusted.json_schema import INDEX, POSITIVE, anything, between, items, read_json
 
 ID = int, str
@@ -51,10 +51,8 @@ def read_coco(
         'categories': {'id': INDEX, **(category or {})},
     }
     kind = {key: [{**needs, str: anything}] for key, needs in parts.items()}
-    try:
+    with reporting(f'{who}: no COCO JSON of objects', ValueError, remedy='mend it, or fetch it again'):
         content = read_json(file, {**kind, str: anything})
-    except ValueError as e:
-        raise QatError(f'{who}: no COCO JSON of objects ({one_line(e, 150)}); mend it, or fetch it again') from e
     images, categories = ({entry['id'] for entry in content[key]} for key in ('images', 'categories'))
     if len(images) < len(content['images']) or len(categories) < len(content['categories']):
         raise QatError(f'{who}: two of its images, or two of its categories, have the same id; mend it')

@@ -28,7 +28,7 @@ from utils.qat.config.common import LoaderConfig
 from utils.qat.config.settings import Sides
 from utils.qat.core.command import command
 from utils.qat.core.distributed import first_goes_ahead
-from utils.qat.core.errors import QatError, one_line
+from utils.qat.core.errors import QatError, one_line, reporting
 from utils.qat.core.files import require_yaml, waits
 from utils.qat.core.log import LOGGER, quiet_upstream
 from utils.qat.core.text import is_printable
@@ -434,14 +434,10 @@ def check_cache(files: Collection[str], paths: Sequence[str]) -> Path:
     cache = (last if last.is_file() else Path(img2label_paths([min(files)])[0]).parent).with_suffix('.cache')
     if waits(cache):
         raise QatError(f'{cache}: a pipe or a device, where YOLOv9 keeps a cache of labels; remove it')
-    try:
-        with without_collector():
-            if cache.is_file():
-                _require_labels(cache.read_bytes())
-    except (Refused, ValueError, TypeError) as e:
-        raise QatError(
-            f'{cache}: no cache of labels as YOLOv9 writes it, so it was not loaded ({e or type(e).__name__}); delete it'
-        ) from e
+    problem = f'{cache}: no cache of labels as YOLOv9 writes it, so it was not loaded'
+    with reporting(problem, Refused, ValueError, TypeError, remedy='delete it'), without_collector():
+        if cache.is_file():
+            _require_labels(cache.read_bytes())
     return cache
 
 

@@ -10,7 +10,7 @@ from utils.qat.config.qat import SensitiveConfig
 from utils.qat.config.settings import closing
 from utils.qat.config.tables import DEFAULT_TARGET, TARGETS, load_target
 from utils.qat.config.tasks import Task
-from utils.qat.core.errors import QatError, one_line
+from utils.qat.core.errors import QatError, reporting
 from utils.qat.core.files import require_file, write_document, write_json, write_picture
 from utils.qat.core.machine import PACKAGES
 from utils.qat.core.text import escaped, image, literal, markdown_table, visible
@@ -132,7 +132,7 @@ def read_summary(
     """
     again = f'write it with: python qat.py sensitive{f" --target {target.name}" * (target.name != DEFAULT_TARGET)}'
     require_file(path, '--sensitive', ('.json',))
-    try:
+    with reporting(f'--sensitive {path}: no summary of a sensitivity analysis', ValueError, remedy=again, most=100):
         summary = read_json(path)
         if wrong := misfit(summary, {'kind': str, 'version': INDEX, str: anything}):
             raise ValueError(wrong)
@@ -140,8 +140,6 @@ def read_summary(
             raise QatError(f'--sensitive {path}: a summary of another kind or version; {again}')
         if wrong := misfit(summary, SUMMARY) or _contradiction(summary):
             raise ValueError(f'{wrong} is not what it writes')
-    except ValueError as e:
-        raise QatError(f'--sensitive {path}: no summary of a sensitivity analysis ({one_line(e, 100)}); {again}') from e
     made_for = load_target(summary['settings']['target'])
     if not made_for.places_as(target):
         raise QatError(

@@ -25,7 +25,7 @@ from models.deploy.formats.format import Export, Format, Written, size_of
 from models.quantize.quantizers import named_quantizers
 from utils.qat.backends.pytorch import task_of
 from utils.qat.config.tables import load_target
-from utils.qat.core.errors import QatError
+from utils.qat.core.errors import QatError, reporting
 from utils.qat.core.files import atomic
 from utils.qat.vendors.litert.session import INSTALL, METADATA, load_litert, without_native_messages
 from utils.qat.vendors.load import open_file
@@ -73,13 +73,12 @@ class OnChannelsLast(nn.Module):
 
 def load_converter(who: str) -> Any:
     """Import litert-torch; raise QatError if it cannot be loaded. who: the flag that needs it."""
-    try:
-        with without_native_messages():
-            import litert_torch
-            import litert_torch.quantize.pt2e_quantizer
-            import litert_torch.quantize.quant_config
-    except Exception as e:  # its parts for another PyTorch raise whatever they met
-        raise QatError(f'{who}: no package litert-torch that can be loaded here ({str(e)[:100]}); {INSTALL}') from e
+    problem = f'{who}: no package litert-torch that can be loaded here'
+    # its parts for another PyTorch raise whatever they met
+    with reporting(problem, Exception, remedy=INSTALL, most=100), without_native_messages():
+        import litert_torch
+        import litert_torch.quantize.pt2e_quantizer
+        import litert_torch.quantize.quant_config
     return litert_torch
 
 

@@ -18,7 +18,7 @@ from models.deploy.decomposed import on_integers
 from models.deploy.formats.format import Export, Format, Written, size_of
 from models.quantize.network import head_of
 from utils.qat.config.tables import BACKENDS
-from utils.qat.core.errors import QatError, one_line
+from utils.qat.core.errors import QatError, reporting
 from utils.qat.core.files import atomic
 from utils.qat.vendors.load import open_file
 from utils.qat.vendors.pytorch.pt2 import require_pt2
@@ -109,10 +109,8 @@ class Pt2Format(Format):
         config = export.config
         reference = reference_of(export)
         images = reference.images
-        try:
+        with reporting('torch.export cannot trace the model', torch._dynamo.exc.UserError):
             program = trace(on_integers(reference.traced), images, config.half, config.dynamic)
-        except torch._dynamo.exc.UserError as e:
-            raise QatError(f'torch.export cannot trace the model: {one_line(e)}') from e
         with atomic(path) as tmp:
             metadata = json.dumps(package_metadata(export, images))
             torch.export.save(program, tmp, extra_files={'metadata.json': metadata})

@@ -31,7 +31,7 @@ from utils.qat.core.machine import describe
 from utils.qat.core.run_folder import run_folder
 
 if TYPE_CHECKING:
-    from models.quantize.run.inputs import Inputs
+    from models.quantize.run.run import Inputs
 
 
 def parse_args(argv: Sequence[str] | None) -> Sequence[QuantizeConfig | SensitiveConfig | EvalConfig | ShipConfig]:
@@ -123,8 +123,7 @@ def quantize(config: QuantizeConfig, folder: Path | None) -> None:
 
     folder: see run_folder.run_folder. With config.resume it has an interrupted run, which continues.
     """
-    from models.quantize.run.inputs import open_inputs
-    from models.quantize.run.run import open_run
+    from models.quantize.run.run import open_inputs, open_run
     from models.quantize.run.stages import run_stages
     from utils.qat.core.run_folder import DELIVERED
     from utils.qat.run.report import conclusions, export_of_run, run_table
@@ -149,7 +148,7 @@ def sensitive(config: SensitiveConfig, folder: Path | None) -> None:
     from models.quantize.analysis.sensitivity import analyse
     from models.quantize.calibration.ptq import calibrated
     from models.quantize.network import require_known_head
-    from models.quantize.run.inputs import open_inputs
+    from models.quantize.run.run import open_inputs
     from utils.qat.core.machine import versions
     from utils.qat.evaluation.chance import in_words
     from utils.qat.run.sensitivity_summary import FILE, change_in, summary_table, write_summary

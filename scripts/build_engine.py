@@ -120,9 +120,8 @@ def build(config: BuildConfig, trtexec: str | None, layer: Path | None, profile:
     layer, profile: JSON files for a measurement of its layers; None = none.
     """
     from utils.qat.vendors.tensorrt.engine.api import VERSIONS, version_of
-    from utils.qat.vendors.tensorrt.engine.build import EngineFromOnnx
+    from utils.qat.vendors.tensorrt.engine.build import EngineFromOnnx, build_with_trtexec
     from utils.qat.vendors.tensorrt.engine.plan import Plan
-    from utils.qat.vendors.tensorrt.engine.trtexec import build_with_trtexec
 
     version = version_of(trtexec) if trtexec else None
     require_tuner(config, version)

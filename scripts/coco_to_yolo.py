@@ -6,8 +6,6 @@ The labels go where YOLOv9 looks for them: the label of .../images/.../a.jpg is 
 order of their COCO ids; the command prints them as `names:` of a data YAML. Crowds and boxes without an area are left out.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

@@ -6,8 +6,6 @@ The rows are tests (tests/verify/test_tensorrt.py), so it runs in the toolkit's 
 scripts/verify_tensorrt.sh does the same with the included demo and its set-up.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

@@ -24,11 +24,15 @@ from utils.qat.core.files import sha256
 from utils.qat.graph.passes import store_int8_weights
 from utils.qat.vendors.onnxruntime.session import OnnxRuntime
 from utils.qat.vendors.tensorrt.engine.api import VERSIONS, version_in, version_of
-from utils.qat.vendors.tensorrt.engine.build import EngineFromOnnx
+from utils.qat.vendors.tensorrt.engine.build import (
+    EngineFromOnnx,
+    arguments,
+    build_engines,
+    build_with_trtexec,
+    jobs_here,
+)
 from utils.qat.vendors.tensorrt.engine.plan import Plan
-from utils.qat.vendors.tensorrt.engine.side_by_side import build_engines, jobs_here
 from utils.qat.vendors.tensorrt.engine.sidecar import read_sidecar, require_fit, sidecar_of, write_sidecar
-from utils.qat.vendors.tensorrt.engine.trtexec import arguments, build_with_trtexec
 from utils.qat.vendors.tensorrt.half import to_half
 from utils.qat.vendors.tensorrt.session import require_within
 
@@ -266,7 +270,7 @@ def test_engines_side_by_side(rtx, tmp_path):
 
 @pytest.mark.parametrize('cores, level, jobs', [(1, 0, 1), (6, 0, 3), (64, 0, 8), (64, None, 1), (64, 3, 1)])
 def test_jobs_are_as_asked_and_several_only_where_no_kernel_is_timed(monkeypatch, cores, level, jobs):
-    monkeypatch.setattr('utils.qat.vendors.tensorrt.engine.side_by_side.usable_cores', lambda: cores)
+    monkeypatch.setattr('utils.qat.vendors.tensorrt.engine.build.usable_cores', lambda: cores)
     assert (jobs_here(7, level), jobs_here(None, level)) == (7, jobs)
 
 

@@ -77,7 +77,7 @@ def test_it_is_the_plain_export_in_another_layout(small, tmp_path, kind, options
         TensorProto.FLOAT,
         TensorProto.INT64,
     }
-    before = [n for n in graph.graph.node if not n.name.startswith('deepstream/')]
+    before = [n for n in graph.graph.node if not n.name.startswith('/deepstream/')]
     for node in before:
         node.input[:] = ['images' if name == 'input' else name for name in node.input]
     assert before == list(plain.graph.node) and done.qdq == onnx_graph.count_qdq(plain)

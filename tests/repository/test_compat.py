@@ -132,7 +132,7 @@ def test_slow_libraries_are_imported_when_they_are_used(fresh):
 @pytest.mark.parametrize(
     'first',
     [
-        'models.quantize.run.inputs',
+        'models.quantize.run.run',
         'models.deploy.load',
         'utils.qat.data.image_folders',
         'models.quantize.activations',

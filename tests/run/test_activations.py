@@ -32,8 +32,7 @@ from models.quantize.calibration.calibrate import fit_ranges
 from models.quantize.calibration.divergence import HeadOutputs
 from models.quantize.convert import quantize_model
 from models.quantize.finetuning.loop import Learning
-from models.quantize.run.inputs import open_inputs
-from models.quantize.run.run import open_run
+from models.quantize.run.run import open_inputs, open_run
 from models.quantize.run.scorer import points_lost_by, score_float
 from models.quantize.scales import never_negative, tie_scales
 from test_resume import alike

@@ -8,7 +8,7 @@ import pytest
 
 from command_runner import engine_of
 from kinds import KINDS, build, export
-from utils.qat.vendors.tensorrt.engine.side_by_side import jobs_here
+from utils.qat.vendors.tensorrt.engine.build import jobs_here
 
 STEPS = 'build', 'trtexec'  # a row each, such as 'trtexec plain'
 EXPORTS = 2  # at a time, beside the builds: they need no GPU

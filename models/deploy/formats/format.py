@@ -20,6 +20,7 @@ from utils.qat.config.settings import image_size
 from utils.qat.config.tables import BACKENDS, FORMATS
 from utils.qat.core.files import require_ours
 from utils.qat.core.machine import select_device
+from utils.qat.core.text import pixels
 from utils.qat.untrusted.torchvision_weights import fetched
 from utils.qat.vendors.next_step import after_scoring
 
@@ -146,6 +147,18 @@ class Format(ABC):
         Raises:
             QatError: they differ from PyTorch, or a library refuses. No file is left.
         """
+
+    def report(self, export: Export, path: Path, kind: str, agreement: object, *more: str) -> Written:
+        """Report a file that runs in one backend. kind: what it is, in words; more: lines about it."""
+        takes = 'any batch' if export.config.dynamic else f'batch {export.config.batch_size}'
+        return Written(
+            {self.name: path},
+            [
+                f'-> {path}, {size_of(path)}: {kind}, {takes}, images of {pixels(export.config.imgsz)}',
+                *more,
+                f'{BACKENDS[self.runs_in or self.name].title} against PyTorch: {agreement}',
+            ],
+        )
 
     def backend(self, export: Export) -> str | None:
         """Return the backend that runs the file for --verify; None if no backend can."""

@@ -4,8 +4,6 @@ Only tensors and plain values of such a file are built. The tensors become the w
 names and shapes, a gelan model of models/detect/ in this tree.
 """
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass

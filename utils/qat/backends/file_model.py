@@ -5,8 +5,6 @@ A segmentation model returns two: predictions [B, 4 + nc + nm, N], whose last nm
 [B, nm, H / 4, W / 4]. Files with NMS inside return detections instead: a list of Detections, one for each image.
 """
 
-from __future__ import annotations
-
 import ast
 import math
 from collections.abc import Sequence

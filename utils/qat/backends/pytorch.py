@@ -1,7 +1,5 @@
 """PyTorch: models of checkpoints, float or quantized."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any

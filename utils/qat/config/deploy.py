@@ -135,6 +135,34 @@ class BuildConfig(Settings):
 
 
 @dataclass(frozen=True)
+class AuditConfig(Settings):
+    """Settings of `scripts/audit_onnx.py`."""
+
+    model: Path = option(MISSING, 'exported graph', metavar='MODEL.onnx', positional=True)
+    json: Path | None = option(None, 'write the whole audit to FILE', metavar='FILE')
+    openvino: bool = option(
+        False,
+        'compile the file in OpenVINO as well: layers that run in INT8 here, layers that do not and why, and their time',
+    )
+    strict: bool = option(False, 'exit with 1 if there is any finding')
+
+
+@dataclass(frozen=True)
+class DrawConfig(Settings):
+    """Settings of `scripts/draw_engine.py`."""
+
+    layer: Path = option(
+        MISSING,
+        'layer information of an engine built with --profilingVerbosity=detailed: trtexec --exportLayerInfo=L.json',
+        metavar='L.json',
+    )
+    profile: Path | None = option(None, 'times of the layers: trtexec --exportProfile=P.json', metavar='P.json')
+    output: Path | None = option(
+        None, 'write PREFIX.csv, .dot, .svg and .png; default: L; in a folder: FOLDER/L', metavar='PREFIX'
+    )
+
+
+@dataclass(frozen=True)
 class BenchmarkConfig(LabelledConfig, FolderConfig):
     """Settings of `benchmark_trt.py`."""
 

@@ -181,15 +181,15 @@ def _not_allowed(settings: Settings, field: Field[Any]) -> Iterator[tuple[Any, s
 T = TypeVar('T', bound=Settings)
 
 
-def read(kind: type[T], argv: Sequence[str] | None, description: str, epilog: str | None = None) -> T:
-    """Parse a command line into settings of the class `kind`. argv: None = the words of this process."""
-    (settings,) = read_each(kind, argv, description, epilog)
+def read(kind: type[T], argv: Sequence[str] | None, description: str, **options: Any) -> T:
+    """Parse a command line into settings of the class `kind`. argv: None = the words of this process. options: of Parser."""
+    (settings,) = read_each(kind, argv, description, **options)
     return settings
 
 
-def read_each(kind: type[T], argv: Sequence[str] | None, description: str, epilog: str | None = None) -> list[T]:
-    """Parse a command line into settings, see `settings_of`. argv: None = the words of this process."""
-    parser = Parser(description=description, epilog=epilog, add_help=False)
+def read_each(kind: type[T], argv: Sequence[str] | None, description: str, **options: Any) -> list[T]:
+    """Parse a command line into settings, see `settings_of`, as `read` does."""
+    parser = Parser(description=description, add_help=False, **options)
     add_options(parser, kind)
     return settings_of(kind, vars(parser.parse_args(argv)))
 

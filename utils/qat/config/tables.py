@@ -1,7 +1,5 @@
 """The tables of vendors, and of their targets, formats and backends."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from importlib import import_module
 from pathlib import Path

@@ -1,7 +1,5 @@
 """A command from its arguments to its exit status and the next command: 0 done, 2 a user's mistake, 130 interrupted."""
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import errno

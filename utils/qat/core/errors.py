@@ -6,8 +6,6 @@ and OpenCV have exception classes for some of these errors; the words of the mes
 exception is a bug of ours or of a library, and keeps its traceback.
 """
 
-from __future__ import annotations
-
 import contextlib
 import errno
 import os

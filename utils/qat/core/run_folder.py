@@ -1,7 +1,5 @@
 """The folder of a run: each run gets a new one, and only one process writes to it."""
 
-from __future__ import annotations
-
 import contextlib
 import errno
 import fcntl

@@ -1,7 +1,5 @@
 """Text that is safe to print, and Markdown: tables, links, code blocks and pictures of reports."""
 
-from __future__ import annotations
-
 import re
 import unicodedata
 from collections.abc import Iterable, Sequence

@@ -1,7 +1,5 @@
 """A JSON file in COCO's format: images, objects and categories."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 from typing import Any

@@ -4,8 +4,6 @@ Images are prepared as in classify/val.py: the centre square, resized, RGB, norm
 No other file has this preparation.
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass

@@ -4,8 +4,6 @@ A line has a detection of the first model, the reference, with its counterpart i
 another model has. For a classifier a line has a class.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path

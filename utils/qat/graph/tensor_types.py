@@ -1,7 +1,5 @@
 """Infer types and shapes of the tensors of a graph, shape arithmetic included, and count FLOPs."""
 
-from __future__ import annotations
-
 import contextlib
 import math
 from collections.abc import Iterable, Mapping

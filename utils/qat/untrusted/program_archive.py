@@ -8,12 +8,9 @@ are left out. No pickle is read.
 A package is native code, so no check can make it data: see vendors/pytorch/aoti.py.
 """
 
-from __future__ import annotations
-
 import io
 import json
 import re
-import struct
 import zipfile
 from collections.abc import Sequence
 from pathlib import Path
@@ -21,7 +18,7 @@ from typing import Any
 
 from utils.qat.core.errors import QatError
 from utils.qat.core.files import require_file
-from utils.qat.untrusted.torch_archive import Refused, plain_archive
+from utils.qat.untrusted.torch_archive import DAMAGED, Refused, plain_archive
 
 MEMBERS = re.compile(
     r'[^/]+/(archive_format|archive_version|version|byteorder|\.data/(version|serialization_id)|models/model\.json|'
@@ -93,7 +90,7 @@ def read_program(path: str | Path, flag: str = '--weights') -> tuple[dict[str, b
     # all errors that JSON of another form can raise
     except (KeyError, TypeError, AttributeError, IndexError, ValueError, RecursionError) as e:
         raise QatError(f'{flag} {path}: not loaded: its graph is damaged ({type(e).__name__}); {AGAIN}') from e
-    except (zipfile.BadZipFile, NotImplementedError, struct.error, EOFError) as e:
+    except DAMAGED as e:
         raise QatError(f'{flag} {path}: no exported program (or cut short): {e or type(e).__name__}; {AGAIN}') from e
 
 

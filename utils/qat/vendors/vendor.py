@@ -80,7 +80,7 @@ class FileKind:
     """A kind of file that is written."""
 
     suffix: str  # of the file's name, after the stem of the weights
-    module: str  # has FORMAT, a formats.format.Format
+    module: str  # has FORMAT, a formats.format.Format; MODULE:NAME if that is not its name
     options: tuple[str, ...] = ()  # settings of ExportConfig that only some kinds have
 
 

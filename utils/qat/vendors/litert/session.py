@@ -4,8 +4,6 @@ A file is data: its operators are LiteRT's own, and a file with custom operators
 in a process apart, whose crash is the file's fault.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

@@ -4,8 +4,6 @@ A quantized model has PyTorch's quantize and dequantize operators (decomposed.py
 same scales. Images are [B, H, W, 3], and boxes relative to the image, as Ultralytics' package expects them.
 """
 
-from __future__ import annotations
-
 import json
 import zipfile
 from collections.abc import Sequence
@@ -21,7 +19,7 @@ from typing_extensions import override
 
 from models.deploy.agreement import Reference, metadata_of, traceable_copy
 from models.deploy.decomposed import GriddedWeight, RoundedActivation, on_integers
-from models.deploy.formats.format import Export, Format, Written, size_of
+from models.deploy.formats.format import Export, Format, Written
 from models.quantize.quantizers import named_quantizers
 from utils.qat.backends.pytorch import task_of
 from utils.qat.config.tables import load_target
@@ -135,13 +133,7 @@ class LiteRTFormat(Format):
                 archive.writestr(METADATA, json.dumps({key: str(value) for key, value in metadata.items()}))
             opened = open_file(tmp, CPU, 'litert')
             agreement = reference.require_agreement(opened(reference.images), 'LiteRT', 'FP32')
-        size = ' x '.join(map(str, config.imgsz))
-        lines = [
-            f'-> {path}, {size_of(path)}: batch {config.batch_size}, images of {size}',
-            *filter(None, ['; '.join(opened.notes)]),
-            f'LiteRT against PyTorch: {agreement}',
-        ]
-        return Written({self.name: path}, lines)
+        return self.report(export, path, 'LiteRT file', agreement, *opened.notes)
 
 
 FORMAT = LiteRTFormat()

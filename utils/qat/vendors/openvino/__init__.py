@@ -34,6 +34,6 @@ VENDOR = Vendor(
     {'openvino': Backend('OpenVINO', f'{__name__}.session', FILES, FILES)},
     {
         'openvino': FileKind('.xml', f'{__name__}.write'),
-        'openvino_end2end': FileKind('-end2end.xml', f'{__name__}.write_end2end', NMS),
+        'openvino_end2end': FileKind('-end2end.xml', f'{__name__}.write:END2END', NMS),
     },
 )

@@ -5,8 +5,6 @@ PyTorch and this CPU's instructions is loaded. This finds mistakes, not malice, 
 aoti (session.require_named).
 """
 
-from __future__ import annotations
-
 import re
 import zipfile
 from pathlib import Path

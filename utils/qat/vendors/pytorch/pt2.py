@@ -1,7 +1,5 @@
 """torch.export: .pt2 files with an exported program, which PyTorch runs operator by operator."""
 
-from __future__ import annotations
-
 import logging
 from abc import abstractmethod
 from collections.abc import Mapping

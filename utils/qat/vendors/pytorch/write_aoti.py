@@ -8,8 +8,6 @@ INT8 convolution for GPUs.
 The compiler writes to a temporary folder, which is removed when the process ends.
 """
 
-from __future__ import annotations
-
 import contextlib
 import importlib
 import logging

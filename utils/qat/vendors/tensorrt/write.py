@@ -4,8 +4,6 @@ The interfaces are those of torch-tensorrt 2.10 to 2.14 (sources read: dynamo/_c
 strongly typed by default, from 2.13 on always (TensorRT 11). So the types of the program are the precisions of the engine.
 """
 
-from __future__ import annotations
-
 import zipfile
 from collections.abc import Callable, Sequence
 from importlib.util import find_spec

@@ -131,13 +131,16 @@ def can_build() -> bool:
 def logger(trt: Any, say: Callable[[str], object]) -> Any:
     """Make a trt.ILogger that sends warnings to `say`, line by line, and information to the log of --verbose.
 
-    Its list `errors` keeps error messages for the exception that follows.
+    Its list `errors` keeps error messages, and `reason` gives one for the exception that follows.
     """
 
     class Log(trt.ILogger):
         def __init__(self) -> None:
             trt.ILogger.__init__(self)
             self.errors: list[str] = []
+
+        def reason(self, which: int = 0) -> str:
+            return self.errors[which] if self.errors else 'no reason given'
 
         def log(self, severity: Any, message: str) -> None:
             if severity <= trt.ILogger.Severity.ERROR:

@@ -26,6 +26,8 @@ KINDS = sorted(
 )
 NEEDED = {  # what has to be typed
     deploy.BuildConfig: ['m.onnx'],
+    deploy.AuditConfig: ['m.onnx'],
+    deploy.DrawConfig: ['--layer', 'l.json'],
     deploy.BenchmarkConfig: ['m.onnx'],
     deploy.InferConfig: ['m.onnx', 'images'],
     deploy.CompareConfig: ['a.pt', 'b.pt', '--random', '1'],

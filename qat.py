@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 sys.path.insert(0, str(Path(__file__).resolve().parent))  # the patched tree; PYTHONSAFEPATH leaves it out
 from utils.qat.config.common import FolderConfig
 from utils.qat.config.qat import DECIDERS, EvalConfig, QuantizeConfig, SensitiveConfig
-from utils.qat.config.settings import add_options, flag_of, plain, settings_of, typed_words
+from utils.qat.config.settings import add_options, command_words, flag_of, plain, settings_of
 from utils.qat.config.ship import ShipConfig
 from utils.qat.config.tables import CHECKPOINTS, EXPORTED
 from utils.qat.core.command import Parser, command, explain_out_of_memory, repeated, resumable, run_command
@@ -73,10 +73,10 @@ def dry_run(config: QuantizeConfig) -> None:
     from models.quantize.plan import resolve
     from utils.qat.backends.pytorch import TorchModel
     from utils.qat.run.report import dry_run_tables
-    from utils.qat.untrusted.torchvision_weights import fetched
+    from utils.qat.untrusted.torchvision_weights import fetch
 
     with quiet_upstream(), TemporaryDirectory() as scratch:
-        file = checkpoint.CheckpointFile(fetched(config.weights, Path(scratch)))
+        file = checkpoint.CheckpointFile(fetch(config.weights, Path(scratch)))
         model = file.load_float()
     loaded = TorchModel(model)
     config = resolve(config.for_model(loaded), model, 'cuda')  # which allows every option: nothing is computed there
@@ -94,7 +94,7 @@ def dry_run(config: QuantizeConfig) -> None:
         if config.data.name != QuantizeConfig.data.name:
             LOGGER.warning(f'{e}; the run will need {loaded.task.takes}')
         config = replace(config, data=Path(loaded.task.placeholder))
-    finish(command('qat.py', 'quantize', *typed_words(vars(config), type(config))))
+    finish(command('qat.py', 'quantize', *command_words(vars(config), type(config))))
 
 
 def open_folder(inputs: Inputs, folder: Path | None) -> Path:
@@ -187,7 +187,7 @@ def sensitive(config: SensitiveConfig, folder: Path | None) -> None:
     own = {f.name for f in fields(FolderConfig)}
     shared = {name: value for name, value in vars(config).items() if name not in own}
     following = command(
-        *('qat.py', 'quantize', *typed_words(shared, QuantizeConfig)),
+        *('qat.py', 'quantize', *command_words(shared, QuantizeConfig)),
         *('--sensitive', folder / FILE, '--max-drop', 0.2),
     )
     on_first(write_summary)(folder, summary, inputs.task, following)
@@ -239,9 +239,9 @@ def main(argv: Sequence[str] | None = None, **needs: Any) -> int | None:
         dry_run(config)
         return None
     if any(is_network(each.weights) for each in configs):
-        from utils.qat.untrusted.torchvision_weights import fetched
+        from utils.qat.untrusted.torchvision_weights import fetch
 
-        configs = [replace(each, weights=fetched(each.weights)) for each in configs]
+        configs = [replace(each, weights=fetch(each.weights)) for each in configs]
         config = configs[0]
     for each in configs:
         each.require_files()

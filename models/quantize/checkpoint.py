@@ -34,7 +34,7 @@ from utils.qat.untrusted.torch_archive import Refused, read_archive
 from utils.qat.untrusted.torchvision_weights import network_of, network_with, old_state
 
 NEEDED = 'give a checkpoint of upstream train.py or train_dual.py'
-ORIGINS = 'ultralytics', 'mit'  # files in origins/, loaded because few checkpoints are of another training
+TRAINERS = 'ultralytics', 'mit'  # files in trainers/, loaded because few checkpoints are of another training
 AGAIN_AS = "torch.save({{'model': {}}}, 'NEW.pt')"
 FORMAT = 2  # since 2 every scale is an FP16 number
 LARGEST_STRIDE = 1024  # pixels; YOLOv9 has 64 at most
@@ -45,7 +45,7 @@ class CheckpointFile:
 
     Attributes:
         kind: 'quantized' (by this toolkit), 'foreign' (of another yolov9-qat tool), 'float' (a YOLOv9 model of any of
-            ORIGINS, or weights of a network of torchvision), 'state_dict' (tensors without a network), 'parallel' or 'masked'
+            TRAINERS, or weights of a network of torchvision), 'state_dict' (tensors without a network), 'parallel' or 'masked'
             (advice follows) or 'other'.
 
     Raises:
@@ -57,16 +57,16 @@ class CheckpointFile:
         self.path = require_file(path, '--weights', CHECKPOINTS)
         of_network = self.path.suffix == '.pth' and bool(network_of(self.path))
         self.state = old_state(self.path) if of_network else None
-        self.kind, self.origin = 'state_dict', None
+        self.kind, self.trainer = 'state_dict', None
         if self.state is None:
             self.archive = read_archive(self.path)
             self.digest = self.archive.digest
             self.kind = _kind(self.archive.names)
         self.of_torchvision = of_network and self.kind == 'state_dict'
         if self.kind in ('state_dict', 'other') and not self.of_torchvision:
-            known = (import_module(f'models.quantize.origins.{name}').ORIGIN for name in ORIGINS)
-            self.origin = next((origin for origin in known if origin.wrote(self.archive)), None)
-        if self.of_torchvision or self.origin:
+            known = (import_module(f'models.quantize.trainers.{name}').TRAINER for name in TRAINERS)
+            self.trainer = next((trainer for trainer in known if trainer.wrote(self.archive)), None)
+        if self.of_torchvision or self.trainer:
             self.kind = 'float'
 
     @property
@@ -148,7 +148,7 @@ class CheckpointFile:
         del self.archive  # free its bytes as soon as the model does not need them
         try:
             source = f'--weights {self.path}'
-            ckpt = {'model': self.origin.model(archive, source)} if self.origin else build(archive)
+            ckpt = {'model': self.trainer.model(archive, source)} if self.trainer else build(archive)
         except QatError:
             raise
         except Refused as e:

@@ -25,7 +25,7 @@ from helpers import scores, state_of
 from PIL import Image
 from zoo import program
 
-from utils.qat.config.settings import typed_words
+from utils.qat.config.settings import command_words
 from utils.qat.config.tasks import load_task
 from utils.qat.core.command import command, run_command
 from utils.qat.core.log import LOGGER, RESULT, TERMINAL, bar, log_to, quiet_upstream
@@ -403,7 +403,7 @@ def test_settings_as_options(line):
     config = parse_args([verb, '--weights', 'w.pt', '--data', 'd.yaml', *words])
     reached = [replace(config, **needs) for needs in ({'only_task': 'classify'}, {'only_task': 'segment'})]
     for values in (vars(config), config.plain(), *map(vars, reached)):
-        assert parse_args([verb, *typed_words(values, type(config))]) == config
+        assert parse_args([verb, *command_words(values, type(config))]) == config
 
 
 def test_a_command_is_named_as_it_was_reached(tmp_path, monkeypatch):

@@ -21,7 +21,7 @@ from zoo import SMALL, assert_verdicts, build, command, deployed, fuse, program
 
 from models.deploy.agreement import Reference, made_images, traceable_copy
 from models.deploy.formats.onnx import export_onnx
-from models.quantize.activations import exchangeable, exchanged, finished
+from models.quantize.activations import exchangeable, exchanged, finish_exchange
 from models.quantize.blocks import QuantFusedReLU6
 from models.quantize.convert import quantize_model
 from models.quantize.quantizers import LogitQuantizer, rounded_unit
@@ -109,7 +109,7 @@ def test_a_clip_at_the_end_of_a_range_is_dropped(largest, left):
 def test_relu6_replaces_silu_and_relu(activation):
     model = fuse(build('demo', **SMALL, activation=activation))
     paths = exchangeable(model, 'relu6')
-    new = finished(exchanged(model, 'relu6', paths))
+    new = finish_exchange(exchanged(model, 'relu6', paths))
     assert len(paths) > 30 and {type(new.get_submodule(path)).__name__ for path in paths} == {'ReLU6'}
 
 

@@ -23,10 +23,10 @@ from models.deploy.agreement import made_images
 from models.deploy.formats.onnx import export_onnx
 from models.deploy.formats.onnx_end2end import (
     MASK_TOLERANCE,
-    check_detections,
     export_class_ends,
     export_end2end,
     made_predictions,
+    require_detections,
     torch_detections,
     torch_masks,
     torch_nms,
@@ -696,11 +696,11 @@ def test_the_check_of_the_export_sees_what_differs(change):
     outputs = [torch.from_numpy(out) for out in outputs]
     assert outputs[0].tolist() == [[10], [0]] and (outputs[4][0] - 0.5).abs().mean() > 50 * MASK_TOLERANCE
     if change is None:
-        return check_detections(outputs, made, nms, pooling, 'ONNX Runtime')
+        return require_detections(outputs, made, nms, pooling, 'ONNX Runtime')
     CHANGES[change](*outputs)
     what = 'masks' if change.startswith('masks') else 'NMS'
     with pytest.raises(QatError, match=f'{what} in ONNX Runtime.*No file was written'):
-        check_detections(outputs, made, nms, pooling, 'ONNX Runtime')
+        require_detections(outputs, made, nms, pooling, 'ONNX Runtime')
 
 
 # ---- classifiers ----------------------------------------------------------------------------------------------------------

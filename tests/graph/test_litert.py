@@ -227,7 +227,7 @@ def an_image(small):
     return min((small.data.parent / 'images/val').iterdir())
 
 
-def found_in(model, image):
+def postprocess(model, image):
     """Detections that infer_onnx.py prints of an image: [n, 6], class, score, box in pixels."""
     argv = model, image, '--imgsz', SIDE, '--conf-thres', 0.02, '--device', 'cpu'
     lines = command('scripts/infer_onnx.py', *argv).splitlines()
@@ -237,7 +237,7 @@ def found_in(model, image):
 @needs_litert
 def test_the_client_finds_in_it_what_it_finds_in_the_checkpoint(written, small):
     """The printed digits may differ in the last one: other kernels add up in another order."""
-    ours, theirs = (found_in(model, an_image(small)) for model in (written, small.single))
+    ours, theirs = (postprocess(model, an_image(small)) for model in (written, small.single))
     assert len(ours) > 3 and ours.shape == theirs.shape
     assert np.abs(ours - theirs).max(0).tolist() <= [0, 0.0021, *[0.21] * 4]
 

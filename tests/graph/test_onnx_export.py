@@ -457,7 +457,7 @@ def test_without_identities_equal_pairs_are_one():
 def test_check_scales_is_exact():
     model, _ = GRAPHS['two scales']
     good = [np.float32(0.2), np.float32(0.1), np.float32(0.1)]
-    passes.check_scales(model, good)
+    passes.require_scales(model, good)
     for bad in (
         [np.float32(0.1)],
         [*good, np.float32(0.3)],
@@ -465,7 +465,7 @@ def test_check_scales_is_exact():
         [],
     ):
         with pytest.raises(QatError, match='scales'):
-            passes.check_scales(model, bad)
+            passes.require_scales(model, bad)
 
 
 def test_simplify_keeps_pairs_and_outputs():

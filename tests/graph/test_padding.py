@@ -21,7 +21,7 @@ from zoo import SMALL, assert_by_chance, build, command, fuse, image, program, s
 
 from models.deploy.formats.format import Export
 from models.deploy.formats.onnx import export_onnx
-from models.quantize.activations import exchangeable, exchanged, finished
+from models.quantize.activations import exchangeable, exchanged, finish_exchange
 from models.quantize.calibration.calibrate import fit_ranges
 from models.quantize.convert import quantize_model
 from models.quantize.reparameterize import reparameterize
@@ -262,7 +262,7 @@ def quantized(name, exchange=None, **changes):
         model = reparameterize(model)
     model = fuse(model)
     if exchange:
-        model = finished(exchanged(model, exchange, exchangeable(model, exchange)))
+        model = finish_exchange(exchanged(model, exchange, exchangeable(model, exchange)))
     quantize_model(model)
     tie_scales(model)
     fit_ranges(model, [image(batch=2)], settings())

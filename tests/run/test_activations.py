@@ -24,8 +24,8 @@ from models.quantize.activations import (
     exchangeable,
     exchanged,
     exchanges,
-    finished,
-    restored,
+    finish_exchange,
+    restore,
 )
 from models.quantize.adapt import adapt
 from models.quantize.calibration.calibrate import fit_ranges
@@ -57,7 +57,7 @@ def exchanged_model(small, activation, **changes):
     """The small network with other activation functions, nothing learnt."""
     model = small.float_model()
     paths = chosen_activations(model, settings(activation=activation, **changes))
-    return finished(exchanged(model, activation, paths))
+    return finish_exchange(exchanged(model, activation, paths))
 
 
 def test_the_gates_of_squeeze_and_excitation_stay():
@@ -95,10 +95,10 @@ def test_a_run_for_openvino_delivers_the_polynomial_unless_silu_is_to_stay(small
 def test_what_is_restored_has_its_old_function(small):
     model = small.float_model()
     paths = exchangeable(model, 'relu')
-    other = restored(exchanged(model, 'relu', paths), paths[:2])
+    other = restore(exchanged(model, 'relu', paths), paths[:2])
     assert list(exchanges(other)) == paths[2:] and exchangeable(other, 'relu')[:2] == paths[:2]
     with pytest.raises(QatError, match='no activation function is left to exchange; keep less'):
-        restored(other, paths[2:])
+        restore(other, paths[2:])
 
 
 def test_every_silu_is_exchanged_and_the_model_itself_stays(small):
@@ -119,7 +119,7 @@ def test_an_exchange_begins_with_the_old_function_and_ends_with_the_new_one(smal
     assert same(output(student, IMAGES[0]), output(model, IMAGES[0]))
     share.fill_(1.0)
     halfway = output(student, IMAGES[0])
-    for ours, theirs in zip(halfway, output(finished(student), IMAGES[0]), strict=True):
+    for ours, theirs in zip(halfway, output(finish_exchange(student), IMAGES[0]), strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)  # y + (new - y) rounds
 
 
@@ -202,13 +202,13 @@ class Counted(TrainingImages):
 def test_the_model_learns_its_new_functions(small):
     teacher = small.float_model()
     student = exchanged(teacher, 'relu', exchangeable(teacher, 'relu'))
-    untaught = output(finished(deepcopy(student)), IMAGES[0])
+    untaught = output(finish_exchange(deepcopy(student)), IMAGES[0])
     images = Counted()
     images.fill(10)
     epochs = list(adapt(student, teacher, images, Learning(3, 10, 1e-3, boxes=True)))
     assert [e.steps for e in epochs] == [10, 10, 10], 'an epoch has --iters steps, however few the images'
     assert images.seen == [*range(12)]
-    finished(student).eval()
+    finish_exchange(student).eval()
     wanted = output(teacher.eval(), IMAGES[0])
 
     def distance(found):
@@ -337,7 +337,7 @@ def test_the_cost_of_each_exchange_is_ranked(small, summary):
     assert content['int8']['divergence'] > max(u['distortion'] for u in units) > 0
     batches = list(Loaders(load_data(small.data), settings(imgsz=64), 32).scored(square=True))
     unit = units[1]
-    alone = finished(exchanged(small.float_model(), 'relu', unit['twins']))
+    alone = finish_exchange(exchanged(small.float_model(), 'relu', unit['twins']))
     sums = torch.zeros(2, dtype=torch.float64)
     for batch in batches:
         images = prepared(batch, torch.device('cpu'))[0]

@@ -138,7 +138,7 @@ BY_NAME = {
     'utils/qat/vendors/load.py': [backend.module for backend in BACKENDS.values()],
     'models/deploy/load.py': [kind.module.partition(':')[0] for kind in FORMATS.values()],
     'models/quantize/checkpoint.py': [
-        module_of(file) for file in QUANTIZE if file.match('origins/[!_]*') and file.stem != 'origin'
+        module_of(file) for file in QUANTIZE if file.match('trainers/[!_]*') and file.stem != 'trainer'
     ],
 }
 OTHERS_BY_NAME = {  # file → what else it loads

@@ -18,7 +18,7 @@ from zoo import LOADERS, load_dual_or_float
 
 from models.quantize.pickled_modules import build
 from utils.qat.core.errors import QatError
-from utils.qat.data.dataset import check_cache
+from utils.qat.data.dataset import require_own_cache
 from utils.qat.untrusted.plain_values import read_values
 from utils.qat.untrusted.torch_archive import Refused, read_archive
 
@@ -563,7 +563,7 @@ def test_caches_of_labels(tmp_path):
     good = {str(image): labels, 'hash': 'x', 'results': (1, 0, 0, 0, 1), 'msgs': [], 'version': 0.6}
 
     def check():
-        check_cache([str(image)], [str(tmp_path / 'images')])
+        require_own_cache([str(image)], [str(tmp_path / 'images')])
 
     out = io.BytesIO()
     np.save(out, good)

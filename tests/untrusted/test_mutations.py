@@ -97,7 +97,7 @@ BUGS = {
 
 
 def with_bug(bug, *arguments):
-    utils.qat.data.dataset.check_dropped = [*BUGS.values()][bug]
+    utils.qat.data.dataset.require_readable = [*BUGS.values()][bug]
     return limited(*arguments)
 
 

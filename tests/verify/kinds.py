@@ -7,7 +7,7 @@ import pytest
 from utils.qat.config.export import INT8_LIMITS
 from utils.qat.config.tables import FORMATS
 from utils.qat.config.tasks import load_task
-from utils.qat.core.command import typed_sides
+from utils.qat.core.command import sides_words
 from utils.qat.evaluation.chance import boxes_and_masks
 
 # thresholds at which AP of a file with NMS inside can be compared with another
@@ -74,7 +74,7 @@ def export(runner, name, batch=None):
         pytest.skip(f'{runner.machine["product"]} has no strongly typed networks')
     weights = runner.folder / f'{stem_of(name, batch)}.pt'  # the file takes the name of its checkpoint
     link(weights, source)
-    size = typed_sides(config.imgsz)
+    size = sides_words(config.imgsz)
     trt = () if '--trt' in kind.export else ('--trt', major)
     if kind.include:
         sides = () if kind.weights == 'classify' else ('--imgsz', *size)  # a classifier has its own

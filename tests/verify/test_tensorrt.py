@@ -24,7 +24,7 @@ from models.quantize import checkpoint
 from utils.qat.config.common import LoaderConfig
 from utils.qat.config.deploy import VerifyConfig
 from utils.qat.config.export import INT8_LIMITS
-from utils.qat.core.command import typed_sides
+from utils.qat.core.command import sides_words
 from utils.qat.core.files import write_json, write_text
 from utils.qat.core.run_folder import own_folder
 from utils.qat.data.dataset import load_data, open_dataset
@@ -250,7 +250,7 @@ def test_torch_tensorrt(runner):
     runner.need('build plain')
     runner.need_gpu()
     link(runner.folder / 'compiled.pt', runner.config.weights)
-    options = '--formats', 'ep', 'ts', 'engine', '--imgsz', *typed_sides(runner.config.imgsz), '--device', 0
+    options = '--formats', 'ep', 'ts', 'engine', '--imgsz', *sides_words(runner.config.imgsz), '--device', 0
     runner.run('export_qat.py', '--weights', 'compiled.pt', '--include', 'torch_tensorrt', *options)
     engine = 'compiled-torch_tensorrt.engine'
     text = compare_with_onnx(runner, 'plain', onnx_of('plain'), engine)
@@ -304,7 +304,7 @@ def speed_files(runner):
 
 def relu_file(runner):
     """Quantize the float model with ReLU, of which nothing is learnt, and export it; returns the file."""
-    size = '--imgsz', *typed_sides(runner.config.imgsz)
+    size = '--imgsz', *sides_words(runner.config.imgsz)
     once = (
         '--activation-epochs 1 --iters 1 --epochs 0 --no-eval-origin --no-eval-ptq --calib-images 8 --calib-method mse'
     )

@@ -21,7 +21,7 @@ from utils.qat.config.tables import BACKENDS, FORMATS
 from utils.qat.core.files import require_ours
 from utils.qat.core.machine import select_device
 from utils.qat.core.text import pixels
-from utils.qat.untrusted.torchvision_weights import fetched
+from utils.qat.untrusted.torchvision_weights import fetch
 from utils.qat.vendors.next_step import after_scoring
 
 
@@ -51,7 +51,7 @@ class Written:
         return next(iter(self.files.values()))
 
     @property
-    def typed_backend(self) -> str | None:
+    def named_backend(self) -> str | None:
         """The backend that a command must name because it runs native code; None for any other."""
         return self.backend if self.backend and BACKENDS[self.backend].native else None
 
@@ -170,7 +170,7 @@ class Format(ABC):
 
     def next_commands(self, export: Export, written: Written, data: str) -> list[str]:
         """Return the commands to type after a good score. data: the user's data, or a placeholder."""
-        return [after_scoring(written.path, export.config.imgsz, export.target, written.typed_backend)]
+        return [after_scoring(written.path, export.config.imgsz, export.target, written.named_backend)]
 
 
 def with_sources(formats: Sequence[Format]) -> list[Format]:
@@ -189,7 +189,7 @@ def size_of(*files: Path) -> str:
 
 def open_export(config: ExportConfig, formats: Sequence[Format], flag: str = '--imgsz') -> Export:
     """Load a checkpoint for `formats`; see `export_of`. flag: the name of the option of the size."""
-    predict = TorchModel(*CheckpointFile(fetched(config.weights)).load_any(select_device(config.device)))
+    predict = TorchModel(*CheckpointFile(fetch(config.weights)).load_any(select_device(config.device)))
     return export_of(predict, config, formats, flag)
 
 

@@ -139,7 +139,7 @@ def export_onnx(
             graph = step(graph)
         scales = [q.scale.cpu().numpy() for q in quantizers]
         units = [np.float32(UNIT_SCALE)] * any(isinstance(q, SiLUQuantizer) for q in quantizers)
-        onnx_passes.check_scales(graph, [*scales, *units])
+        onnx_passes.require_scales(graph, [*scales, *units])
         padding = pad(graph, widths) if widths > 1 else None
         reference = Reference(model, 2 if dynamic else batch, imgsz)
         returned = [reference.outputs] if isinstance(reference.outputs, torch.Tensor) else reference.outputs

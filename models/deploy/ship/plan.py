@@ -8,10 +8,10 @@ from typing import Any, NamedTuple
 
 from models.deploy.ship.look import Facts
 from utils.qat.config.export import ExportConfig
-from utils.qat.config.settings import flag_of, typed_words
+from utils.qat.config.settings import command_words, flag_of
 from utils.qat.config.ship import ShipConfig
 from utils.qat.config.tables import FORMATS, TARGETS
-from utils.qat.core.command import command, typed_sides
+from utils.qat.core.command import command, sides_words
 from utils.qat.core.run_folder import DELIVERED
 
 SHOWN = 10  # images side by side
@@ -49,13 +49,13 @@ class Plan:
     def __init__(self, facts: Facts, folder: Path) -> None:
         self.facts, self.folder, self.config = facts, folder, facts.config
         self.target = TARGETS[facts.config.for_ or '']
-        self.size = flags(imgsz=typed_sides(self.config.imgsz))
+        self.size = flags(imgsz=sides_words(self.config.imgsz))
         self.read = self.typed('names_from', 'device', 'batch_size', 'workers')
         self.model = [*flags(weights=self.config.weights, data=self.config.data), *self.size, *self.read]
 
     def typed(self, *names: str) -> list[str]:
         """Return the words of settings that are not the defaults."""
-        return typed_words({name: getattr(self.config, name) for name in names}, ShipConfig)
+        return command_words({name: getattr(self.config, name) for name in names}, ShipConfig)
 
     def run(self, name: str) -> list[object]:
         """Return the words that name the folder of a step."""

@@ -12,7 +12,7 @@ from models.deploy.ship.steps import Runner
 from models.deploy.ship.verdict import Outcome, sentence, would_change
 from utils.qat.benchmark.baseline import int8_gains
 from utils.qat.benchmark.report import disturbance
-from utils.qat.core.command import command, typed_sides
+from utils.qat.core.command import command, sides_words
 from utils.qat.core.errors import QatError
 from utils.qat.core.files import write_json
 from utils.qat.core.log import LOGGER, RESULT, finish
@@ -121,7 +121,7 @@ class Results:
 
 def ways(plan: Plan, file: Path, checkpoint: Path) -> list[str]:
     """List the commands that run the file."""
-    task, size, kind = plan.facts.task, typed_sides(plan.config.imgsz), file.suffix
+    task, size, kind = plan.facts.task, sides_words(plan.config.imgsz), file.suffix
     lines = ['# its AP again', command('val_trt.py', '--weights', file, '--data', plan.config.data)]
     if not task.boxes:
         return lines

@@ -10,7 +10,7 @@ from models.deploy.ship.results import Results, conclude, read
 from models.deploy.ship.steps import STAMPS, Failed, Runner, in_words
 from models.deploy.ship.verdict import against_int8
 from utils.qat.config.common import FolderConfig
-from utils.qat.config.settings import typed_words
+from utils.qat.config.settings import command_words
 from utils.qat.config.ship import ShipConfig
 from utils.qat.core.command import command, resumable
 from utils.qat.core.distributed import world_size
@@ -63,7 +63,7 @@ def ship(config: ShipConfig) -> int:
     place = FolderConfig(project=config.project, name=config.name, exist_ok=config.exist_ok or config.resume)
     with own_folder(place) as folder:
         settings = vars(replace(facts.config, name=folder.name))
-        again = command('qat.py', 'ship', *typed_words(settings, ShipConfig), '--resume')
+        again = command('qat.py', 'ship', *command_words(settings, ShipConfig), '--resume')
         log_to(folder / 'log.txt')
         runner = Runner(folder, facts.digest, config.resume)
         with resumable(folder / STAMPS, again):

@@ -123,7 +123,7 @@ class FormMetrics:
         )
         if self.scorer:
             task = predict.task
-            self.scorer.update(task.found_in(task.predictions(output), truth.shape), truth)
+            self.scorer.update(task.postprocess(task.predictions(output), truth.shape), truth)
 
     def result(self) -> dict[str, Any]:
         """Compute the figures, as plain values, over all processes of a torchrun."""

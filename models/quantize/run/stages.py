@@ -11,7 +11,7 @@ from typing import Any
 
 import torch.nn as nn
 
-from models.quantize.activations import chosen_activations, exchanged, exchanges, finished, restored
+from models.quantize.activations import chosen_activations, exchanged, exchanges, finish_exchange, restore
 from models.quantize.adapt import adapt
 from models.quantize.calibration.ptq import calibrated
 from models.quantize.finetuning.loop import Epoch, UnfitState, finetune
@@ -59,14 +59,14 @@ def adapted(run: Run) -> nn.Module:
     student = exchanged(run.model, config.activation, chosen_activations(run.model, config))
 
     def attempt(tried: Kept) -> tuple[float, Any]:
-        trial = finished(restored(deepcopy(student), tried.paths))
+        trial = finish_exchange(restore(deepcopy(student), tried.paths))
         return points_lost_by(run, trial, config.max_drop, tried is run.float_functions), None
 
     if not state.training:
         if kept.summary and config.max_drop is not None:
             kept, _ = within_budget(kept, config.max_drop, attempt)
         state.kept_activations = kept.paths
-    student = restored(student, state.kept_activations)
+    student = restore(student, state.kept_activations)
     LOGGER.info(f'{len(exchanges(student))} activation functions become {config.activation}')
     loss = None
     if run.adaptation:
@@ -78,7 +78,7 @@ def adapted(run: Run) -> nn.Module:
             state.times[f'{config.activation} {EPOCH.format(epoch.number)}'] = round(epoch.seconds, 2)
             LOGGER.info(f'{what} {epoch.number}: loss {loss:.4f}')
             run.report()
-    stage = keep_model(run, finished(student).eval(), f'float_{config.activation}', ADAPTED, config.eval_ptq)
+    stage = keep_model(run, finish_exchange(student).eval(), f'float_{config.activation}', ADAPTED, config.eval_ptq)
     stage.loss, state.adapted, state.training = loss, stage, None
     run.keep()
     return run.load(stage.file)

@@ -10,7 +10,7 @@ from utils.qat.config.common import OR_ALL, SHARE, image_sides, names_from
 from utils.qat.config.deploy import MEMORY, WORKSPACE
 from utils.qat.config.settings import Range, Settings, Sides, flag_of, option, run
 from utils.qat.config.tables import FORMATS, NMS, formats_with
-from utils.qat.core.errors import check
+from utils.qat.core.errors import refuse
 from utils.qat.core.files import in_tree
 
 PLUGIN = 'EfficientNMS_TRT'  # NMS that only TensorRT has
@@ -223,7 +223,7 @@ class ExportConfig(OnnxConfig):
             QatError: an option does not apply to such a model.
         """
         kind, given = self.nms, self.given(f.name for f in fields(Pooling))
-        check(
+        refuse(
             [
                 (
                     masks and kind == 'plugin',

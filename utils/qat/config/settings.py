@@ -12,8 +12,8 @@ from pathlib import Path
 from types import NoneType, UnionType
 from typing import Any, ClassVar, TypeVar, get_args, get_origin
 
-from utils.qat.core.command import Parser, typed_sides
-from utils.qat.core.errors import QatError, check
+from utils.qat.core.command import Parser, sides_words
+from utils.qat.core.errors import QatError, refuse
 from utils.qat.core.text import Markdown, code, escaped, markdown_table
 
 Sides = tuple[int, int]  # height, width in pixels; one number stands for both
@@ -103,7 +103,7 @@ def require_multiples(imgsz: Sides, stride: int, flag: str = '--imgsz') -> None:
     above = [max(1, -(-side // stride)) * stride for side in imgsz]
     if below == above == list(imgsz):
         return
-    given, *near = (' '.join(map(str, typed_sides(sides))) for sides in (imgsz, below, above))
+    given, *near = (' '.join(map(str, sides_words(sides))) for sides in (imgsz, below, above))
     raise QatError(
         f'{flag} {given}: must be multiples of {stride}, the stride of the model, such as {" or ".join(dict.fromkeys(near))}'
     )
@@ -123,7 +123,7 @@ def image_size(asked: Sides | None, *models: Any, flag: str = '--imgsz') -> Side
         )
     for (height, width), model in own.items():
         if asked not in (None, (height, width)):
-            typed = ' '.join(map(str, typed_sides(asked)))
+            typed = ' '.join(map(str, sides_words(asked)))
             raise QatError(
                 f'{flag} {typed}: {model.path} takes {height} x {width}; leave the flag out, or export again with {flag} {typed}'
             )
@@ -149,7 +149,7 @@ class Settings:
             if is_sides(f) and value and len(value) == 1:
                 value = value * 2
             object.__setattr__(self, f.name, value)
-        check([*(p for f in fields(self) for p in _not_allowed(self, f)), *self.problems()])
+        refuse([*(p for f in fields(self) for p in _not_allowed(self, f)), *self.problems()])
 
     def problems(self) -> Iterable[tuple[Any, str]]:
         """Yield (whether it is wrong, message) for combinations of settings."""
@@ -264,7 +264,7 @@ def help_of(field: Field, option: Option) -> str:
         return f'do not {option.help}'
     if 'default' in option.help.lower() or isinstance(default, bool) or default in (MISSING, None, '', ()):
         return option.help
-    words = typed_sides(default) if field.type == Sides else default if isinstance(default, tuple) else [default]
+    words = sides_words(default) if field.type == Sides else default if isinstance(default, tuple) else [default]
     return f'{option.help}; default: {" ".join(map(str, words))}'
 
 
@@ -279,7 +279,7 @@ def unlike_defaults(settings: Mapping[str, Any], kind: type[Settings]) -> dict[s
     return {name: pair for name, pair in pairs.items() if pair[0] != pair[1] and name not in unnamed}
 
 
-def typed_words(settings: Mapping[str, Any], kind: type[Settings]) -> list[str]:
+def command_words(settings: Mapping[str, Any], kind: type[Settings]) -> list[str]:
     """Return the command-line words for these settings; see `unlike_defaults`."""
     words = []
     for name, (value, _) in unlike_defaults(settings, kind).items():
@@ -297,7 +297,7 @@ def typed(value: Any, kind: type[Settings], name: str) -> list[str]:
     if not isinstance(value, list):
         return [str(value)]
     sides = next(is_sides(f) for f in fields(kind) if f.name == name)
-    return list(map(str, typed_sides(value) if sides else value))
+    return list(map(str, sides_words(value) if sides else value))
 
 
 def closing(

@@ -73,7 +73,7 @@ def reporting(problem: str, *errors: type[BaseException], remedy: str = '', most
         raise QatError(f'{problem} ({one_line(e, most) or type(e).__name__})' + f'; {remedy}' * bool(remedy)) from e
 
 
-def check(problems: Iterable[tuple[Any, str]]) -> None:
+def refuse(problems: Iterable[tuple[Any, str]]) -> None:
     """Raise one QatError with the messages of all problems found. problems: pairs (whether it is one, its message)."""
     bad = [text for is_bad, text in problems if is_bad]
     if bad:

@@ -20,7 +20,7 @@ from utils.dataloaders import IMG_FORMATS
 from utils.qat.config.common import LoaderConfig
 from utils.qat.core.errors import QatError
 from utils.qat.core.text import visible
-from utils.qat.data.dataset import check_images, held_out_files, unreadable
+from utils.qat.data.dataset import held_out_files, require_images, unreadable
 from utils.qat.untrusted.names import class_names
 
 MEAN, STD = tuple(IMAGENET_MEAN), tuple(IMAGENET_STD)  # of RGB in 0..1
@@ -142,7 +142,7 @@ def open_images(data: ImageFolders, split: str, config: LoaderConfig) -> ClassIm
     if split != 'val' and data.val_split:
         held_out = held_out_files([file for file, _ in files], data.val_split)
         files = [item for item in files if (item[0] in held_out) == (split == 'held out')]
-    check_images((file for file, _ in files), data.flag, data.file)
+    require_images((file for file, _ in files), data.flag, data.file)
     for file, _ in files:
         if not os.path.getsize(file):
             raise unreadable(file, 'it is empty')

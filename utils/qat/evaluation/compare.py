@@ -100,7 +100,7 @@ def compare_models(
     for batch in loader:
         images, truth = prepared(batch, device)
         outputs = [predict(images) for predict in (reference, *others)]
-        found = [task.found_in(out, truth.shape) for out in outputs]
+        found = [task.postprocess(out, truth.shape) for out in outputs]
         for difference, output, of_one in zip(differences, outputs[1:], found[1:]):
             difference.update(outputs[0], output, found[0], of_one)
         for scorer, of_one in zip(scorers, found):

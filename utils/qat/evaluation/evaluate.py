@@ -62,7 +62,7 @@ def evaluate(
         with timed(seconds, 'inference', device):
             outputs = predict(images)
         with timed(seconds, 'nms', device):
-            found = task.found_in(outputs, truth.shape, conf_thres, iou_thres, max_det)
+            found = task.postprocess(outputs, truth.shape, conf_thres, iou_thres, max_det)
         scorer.update(found, truth)
 
     scorer.batches = merged(scorer.batches)

@@ -10,9 +10,9 @@ import torch
 
 from utils.qat.backends.file_model import FileModel
 from utils.qat.config.qat import EvalConfig, FileEvalConfig
-from utils.qat.config.settings import closing, typed_words
+from utils.qat.config.settings import closing, command_words
 from utils.qat.config.tables import backends_for
-from utils.qat.core.command import command, explain_out_of_memory, repeated, typed_sides
+from utils.qat.core.command import command, explain_out_of_memory, repeated, sides_words
 from utils.qat.core.distributed import from_first, join, on_first, rank, world_size
 from utils.qat.core.errors import QatError, naming
 from utils.qat.core.files import distinct_names, write_document, write_json
@@ -143,7 +143,7 @@ def _write_report(
             '## Machine',
             machine_table(here),
             '## Made by',
-            code(repeated(*program, *typed_words(settings, kind))),
+            code(repeated(*program, *command_words(settings, kind))),
             *closing(settings, kind, versions(), following),
         ],
     )
@@ -251,7 +251,7 @@ def score_file(
         if exported or predict.recipe:
             following = after_scoring(config.weights, config.imgsz, predict.target, config.backend)
         else:
-            size, names = typed_sides(config.imgsz), ['--names-from', config.names_from] * bool(config.names_from)
+            size, names = sides_words(config.imgsz), ['--names-from', config.names_from] * bool(config.names_from)
             following = command(
                 'qat.py', 'quantize', '--weights', config.weights, '--data', config.data, *names, '--imgsz', *size
             )

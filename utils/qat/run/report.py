@@ -8,7 +8,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
 from utils.qat.config.qat import QuantizeConfig
-from utils.qat.config.settings import closing, typed_words
+from utils.qat.config.settings import closing, command_words
 from utils.qat.config.tables import TARGETS
 from utils.qat.config.tasks import Task
 from utils.qat.core.command import export_command, repeated
@@ -274,7 +274,7 @@ def write_report(folder: Path, state: State, task: Task, finished: bool = True) 
         paragraphs += ['## Files', '\n'.join(f'- {link(file)}' for file in files)]
     times = escaped(', '.join(f'{what} {seconds:.1f} s' for what, seconds in state.times.items()) or '-')
     paragraphs += ['## Times', times, '## Machine', machine_table(state.machine)]
-    paragraphs += ['## Made by', code(repeated('qat.py', 'quantize', *typed_words(settings, QuantizeConfig)))]
+    paragraphs += ['## Made by', code(repeated('qat.py', 'quantize', *command_words(settings, QuantizeConfig)))]
     paragraphs += closing(settings, QuantizeConfig, state.versions, following if made else None)
     write_document(folder / 'report.md', f'{Path(settings["weights"]).name} in INT8', paragraphs)
 

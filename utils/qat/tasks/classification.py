@@ -117,7 +117,7 @@ class Classification(Task):
 
         return ClassScorer(names)
 
-    def found_in(self, outputs: Any, shape: tuple[int, ...], *settings: Any) -> Any:
+    def postprocess(self, outputs: Any, shape: tuple[int, ...], *settings: Any) -> Any:
         return outputs
 
     def comparing(self) -> Any:

@@ -62,7 +62,7 @@ def old_state(weights: Path) -> Any:
         return None
 
 
-def fetched(network: Path, folder: Path | None = None) -> Path:
+def fetch(network: Path, folder: Path | None = None) -> Path:
     """Return the file of a network's pretrained weights; download it if it is missing. The path of a file is returned as it is.
 
     `folder` is for the download; None = torchvision's cache. Raises QatError if there is no such network, or its weights cannot be

@@ -34,7 +34,7 @@ from models.deploy.formats.format import Export, Format, Written, size_of
 from models.deploy.formats.onnx import FORMAT as ONNX
 from models.deploy.formats.onnx import typed_half
 from models.deploy.formats.onnx_end2end import FORMAT as ONNX_END2END
-from models.deploy.formats.onnx_end2end import check_detections, made_predictions, nms_part
+from models.deploy.formats.onnx_end2end import made_predictions, nms_part, require_detections
 from utils.qat.backends.file_model import FileModel
 from utils.qat.config.export import PLUGIN
 from utils.qat.core.errors import QatError
@@ -210,7 +210,7 @@ class OpenVINOEnd2end(OpenVINOFormat):
         part = one_core().read_model(nms_part(source, names).SerializeToString())
         compiled = one_core().compile_model(part, 'CPU', session.settings)
         found = compiled(dict(zip(names, (t.numpy() for t in made))))
-        check_detections([torch.from_numpy(found[port]) for port in compiled.outputs], made, nms, pooling, 'OpenVINO')
+        require_detections([torch.from_numpy(found[port]) for port in compiled.outputs], made, nms, pooling, 'OpenVINO')
 
 
 FORMAT, END2END = OpenVINOFormat(), OpenVINOEnd2end()

@@ -18,7 +18,7 @@ from models.deploy.agreement import Reference, metadata_of
 from models.deploy.formats.format import Export, Format, Written, size_of
 from utils.qat.config.export import TORCH_TENSORRT_FILES
 from utils.qat.core.command import command
-from utils.qat.core.errors import QatError, check, one_line, reporting
+from utils.qat.core.errors import QatError, one_line, refuse, reporting
 from utils.qat.core.files import MADE_BY, atomic
 from utils.qat.core.log import LOGGER
 from utils.qat.vendors.load import open_file
@@ -120,7 +120,7 @@ class TorchTensorRTFormat(Format):
     def require(self, export: Export) -> None:
         config = export.config
         alone = list(config.files) == [self.name]
-        check(
+        refuse(
             [
                 (
                     config.dynamic and config.batch_size == 1,

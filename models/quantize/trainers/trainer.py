@@ -1,4 +1,4 @@
-"""The interface of an origin: a training, other than upstream's, that writes checkpoints of YOLOv9.
+"""The interface of a trainer: a program, other than upstream's, that writes checkpoints of YOLOv9.
 
 Only tensors and plain values of such a file are built. The tensors become the weights of upstream's network that has their
 names and shapes, a gelan model of models/detect/ in this tree.
@@ -34,7 +34,7 @@ class Weights:
     called: str = ''  # the file's own name of its network
 
 
-class Origin(ABC):
+class Trainer(ABC):
     """A training that writes checkpoints."""
 
     title: str  # in messages
@@ -42,14 +42,14 @@ class Origin(ABC):
 
     @abstractmethod
     def wrote(self, archive: Archive) -> bool:
-        """Tell whether a file is of this origin, by its names and keys."""
+        """Tell whether a file is of this trainer, by its names and keys."""
 
     @abstractmethod
     def weights(self, archive: Archive) -> Weights:
-        """Read the weights of a file of this origin. Raises Refused if it has no detector, or is damaged."""
+        """Read the weights of a file of this trainer. Raises Refused if it has no detector, or is damaged."""
 
     def fit_head(self, head: nn.Module, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Change the parts of upstream's head that this origin builds otherwise, in place.
+        """Change the parts of upstream's head that this trainer builds otherwise, in place.
 
         tensors: of the head, by their names in its state dict.
         """
@@ -71,7 +71,7 @@ class Origin(ABC):
         return model
 
     def _network(self, weights: Weights, source: str) -> dict[str, Any]:
-        """Find the network of this tree that has such weights: the content of its YAML, with this origin's head."""
+        """Find the network of this tree that has such weights: the content of its YAML, with this trainer's head."""
         shapes = {name: tuple(tensor.shape) for name, tensor in weights.tensors.items()}
         files = sorted(Path(next(iter(models.__path__)), 'detect').glob(NETWORKS))
         for file in files:

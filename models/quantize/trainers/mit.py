@@ -8,7 +8,7 @@ from typing import Any
 
 from typing_extensions import override
 
-from models.quantize.origins.origin import Origin, Weights
+from models.quantize.trainers.trainer import Trainer, Weights
 from utils.qat.untrusted.plain_values import Values
 from utils.qat.untrusted.torch_archive import Archive, Call
 
@@ -25,7 +25,7 @@ RENAMED = (
 REPEATED = re.compile(r'\.heads\.[1-9]\.anc2vec\.')  # the constants of heads.0 again
 
 
-class Mit(Origin):
+class Mit(Trainer):
     """MultimediaTechLab/YOLO."""
 
     title = 'MultimediaTechLab/YOLO'
@@ -50,7 +50,7 @@ class Mit(Origin):
 
 
 def _model_in(content: Any) -> dict[str, Any]:
-    """Find the model of a checkpoint: name without prefix → record of the tensor; empty if it has none of this origin."""
+    """Find the model of a checkpoint: name without prefix → record of the tensor; empty if it has none of this trainer."""
     state = content.get('state_dict', content) if type(content) is dict else content
     items = state.items if type(state) is Call else state.items() if type(state) is dict else ()
     for prefix in MODELS:
@@ -64,4 +64,4 @@ def _model_in(content: Any) -> dict[str, Any]:
     return {}
 
 
-ORIGIN = Mit()
+TRAINER = Mit()

@@ -11,7 +11,7 @@ from models.common import Conv, DWConv
 from torch import nn
 from typing_extensions import override
 
-from models.quantize.origins.origin import Origin, Weights
+from models.quantize.trainers.trainer import Trainer, Weights
 from utils.qat.core.text import visible
 from utils.qat.untrusted.plain_values import Values
 from utils.qat.untrusted.torch_archive import Archive, Call, Refused
@@ -45,7 +45,7 @@ class ModuleTensors(Values):
         return {name: part for name, part in parts.items() if part is not None}
 
 
-class Ultralytics(Origin):
+class Ultralytics(Trainer):
     """Ultralytics' package."""
 
     title = 'Ultralytics'
@@ -101,4 +101,4 @@ class Ultralytics(Origin):
         )
 
 
-ORIGIN = Ultralytics()
+TRAINER = Ultralytics()

@@ -205,7 +205,7 @@ def calibrated_demo(demo):
     quantize_model(model)
     tie_scales(model)
     fit_ranges(model, Loaders(data, options, 32, torch.device('cpu')).calibration(), options)
-    checkpoint.save_quantized(demo.quantized, model, {'imgsz': list(options.imgsz)}, sha256(demo.single))
+    checkpoint.save_model(demo.quantized, model, {'imgsz': list(options.imgsz)}, sha256(demo.single))
     Loaders(data, EvalConfig(demo.single, demo.data, imgsz=128, workers=0), 32).scored()
     return demo
 

@@ -93,7 +93,7 @@ class CheckpointFile:
         return fuse(model).to(device)
 
     def load_quantized(self, device: torch.device | str = 'cpu') -> tuple[nn.Module, dict[str, Any]]:
-        """Build a model that `save_quantized` wrote, and its `quant` dict."""
+        """Build a quantized model that `save_model` wrote, and its `quant` dict."""
         self._expect('quantized')
         ckpt, model = self._load(device)
         quant = ckpt.get('quant') or {}
@@ -213,43 +213,17 @@ def _stored(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def save_model(path: Path, model: nn.Module, recipe: dict[str, Any], source: str) -> None:
-    """Write a checkpoint of a calibrated model, see `save_quantized`, or of a float one, which has no recipe."""
+    """Write a checkpoint of a calibrated model, or of a float one, which has no recipe; upstream's val.py and detect.py can load it too.
+
+    `recipe` has the settings as plain values, with the policies; `source` is the SHA-256 of the float checkpoint that it was made of,
+    in hex digits. The model is in FP32: half precision would round the weights, so the file would differ from the measured model.
+    Raises QatError if a quantized model is not calibrated.
+    """
+    beside: dict[str, Any] = {'source_sha256': source}
     if is_quantized(model):
-        save_quantized(path, model, recipe, source)
-    else:
-        save_float(path, model, source)
-
-
-def save_float(path: Path, model: nn.Module, source: str) -> None:
-    """Write a checkpoint of a float model that was learnt from the one in the file with the SHA-256 `source`, hex digits.
-
-    `load_float`, and upstream's val.py and detect.py, can load it.
-    """
-    _save(path, model, {'source_sha256': source})
-
-
-def save_quantized(path: Path, model: nn.Module, recipe: dict[str, Any], source: str) -> None:
-    """Write a checkpoint of a calibrated model that `load_quantized`, and upstream's val.py and detect.py, can load.
-
-    `recipe` has the settings as plain values, with the policies; `source` is the SHA-256 of the float checkpoint, in hex digits.
-    Raises QatError if the model is not calibrated.
-    """
-    require_ranges(model)
-    quant = {
-        'format': FORMAT,
-        'recipe': recipe,
-        'source_sha256': source,
-        'versions': versions(),
-        'scale_groups': shared_scales(model),
-    }
-    _save(path, model, {'quant': quant})
-
-
-def _save(path: Path, model: nn.Module, beside: dict[str, Any]) -> None:
-    """Write a checkpoint with the whole model, and what is `beside` it.
-
-    The model is in FP32: half precision would round the weights, so the file would differ from the measured model.
-    """
+        require_ranges(model)
+        kept = {'recipe': recipe, **beside, 'versions': versions(), 'scale_groups': shared_scales(model)}
+        beside = {'quant': {'format': FORMAT, **kept}}
     stored = {id(t): _stored(t) for t in chain(model.parameters(), model.buffers())}
     model = deepcopy(model, stored).cpu().eval()  # deepcopy takes these tensors instead of copying
     vars(model).pop('quant', None)  # what yolov9_qat.py knows of a model is beside it

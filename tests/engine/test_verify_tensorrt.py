@@ -47,7 +47,7 @@ def verify(demo, out, *options, code=0, **environment):
 def classifier(folder):
     """The options of a quantized classifier and its images, which are written to a folder."""
     model = classifiers.quantized(classifiers.loaded('mobilenet_v2', folder))
-    checkpoint.save_quantized(folder / 'class.pt', model, {'imgsz': [classifiers.SIZE] * 2}, '0' * 64)
+    checkpoint.save_model(folder / 'class.pt', model, {'imgsz': [classifiers.SIZE] * 2}, '0' * 64)
     return '--classify', folder / 'class.pt', '--classify-data', classifiers.write_images(folder / 'classes')
 
 

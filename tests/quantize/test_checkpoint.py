@@ -27,7 +27,7 @@ from zoo import (
 from models.quantize import blocks
 from models.quantize.blocks import is_quantized
 from models.quantize.calibration.calibrate import fit_ranges
-from models.quantize.checkpoint import CheckpointFile, save_quantized
+from models.quantize.checkpoint import CheckpointFile, save_model
 from models.quantize.convert import quantize_model
 from models.quantize.quantizers import Quantizer, SiLUQuantizer
 from models.quantize.reparameterize import reparameterize
@@ -95,7 +95,7 @@ def test_so_it_is_with_the_other_heads(name, tmp_path):
     quantize_model(fuse(model))
     groups = tie_scales(model)
     fit_ranges(model, [image(batch=2)], settings())
-    save_quantized(tmp_path / 'model.pt', model, {}, '0' * 64)
+    save_model(tmp_path / 'model.pt', model, {}, '0' * 64)
     assert type(model.model[-1]).__name__ == 'DSegment' and any('proto' in path for group in groups for path in group)
     assert same(in_a_fresh_process(tmp_path / 'model.pt', image(), tmp_path), output(model, image()))
 
@@ -119,7 +119,7 @@ def test_a_model_for_onnxruntime_is_read_again(tmp_path, activation):
     quantize_model(fuse(model), target=load_target('onnxruntime'))
     fit_ranges(model, [image(batch=2)], settings())
     path = tmp_path / 'model.pt'
-    save_quantized(path, model, {'target': 'onnxruntime'}, '0' * 64)
+    save_model(path, model, {'target': 'onnxruntime'}, '0' * 64)
     again, _ = load_quantized(path)
     assert same(state(again), state(model)) and any(
         v.any() for k, v in state(again).items() if k.endswith('_zero_point')
@@ -133,7 +133,7 @@ def test_saving_changes_neither_the_model_nor_its_output(small, tmp_path):
         state(model),
         [(m.training, *(p.requires_grad for p in m.parameters(False))) for m in model.modules()],
     )
-    save_quantized(tmp_path / 'new.pt', model, {}, sha256(small.single))
+    save_model(tmp_path / 'new.pt', model, {}, sha256(small.single))
     assert same(state(model), before)
     assert [(m.training, *(p.requires_grad for p in m.parameters(False))) for m in model.modules()] == flags
     again, _ = load_quantized(tmp_path / 'new.pt')
@@ -146,7 +146,7 @@ def test_half_models_are_saved_with_their_scales_whole(small, tmp_path):
     """Upstream's val.py converts the model to FP16 and back. Weights lose bits, scales must not."""
     model = small.quantized_model()
     scales = {k: v for k, v in state(model).items() if k.endswith('_amax')}
-    save_quantized(tmp_path / 'new.pt', model.half().float(), {}, sha256(small.single))
+    save_model(tmp_path / 'new.pt', model.half().float(), {}, sha256(small.single))
     loaded = state(load_quantized(tmp_path / 'new.pt')[0])
     assert scales and same({k: loaded[k] for k in scales}, scales)
 
@@ -168,7 +168,7 @@ def test_a_failed_save_leaves_the_old_file(small, tmp_path):
     model = small.quantized_model()
     model.cannot_be_pickled = lambda: None
     with pytest.raises((AttributeError, pickle.PicklingError)):
-        save_quantized(tmp_path / 'new.pt', model, {}, sha256(small.single))
+        save_model(tmp_path / 'new.pt', model, {}, sha256(small.single))
     assert {p.name: p.read_bytes() for p in tmp_path.iterdir()} == {'new.pt': b'the old one'}
 
 

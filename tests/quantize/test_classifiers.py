@@ -56,7 +56,7 @@ def test_quantizers_off_is_float_and_a_reload_is_the_same(network, tmp_path):
         assert torch.equal(quantized(images()), model(images()))
     assert not torch.equal(quantized(images()), model(images()))
     file = tmp_path / 'q.pt'
-    checkpoint.save_quantized(file, quantized, {}, '0' * 64)
+    checkpoint.save_model(file, quantized, {}, '0' * 64)
     again, _ = checkpoint.CheckpointFile(file).load_quantized()
     assert torch.equal(again(images()), quantized(images()))
     assert shared_scales(again) == shared_scales(quantized)

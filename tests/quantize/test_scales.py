@@ -9,7 +9,7 @@ from zoo import build, fuse, image, output, same, settings
 
 from models.deploy.formats.onnx import export_onnx
 from models.quantize.calibration.calibrate import fit_ranges
-from models.quantize.checkpoint import CheckpointFile, save_quantized
+from models.quantize.checkpoint import CheckpointFile, save_model
 from models.quantize.convert import quantize_model
 from models.quantize.quantizers import named_quantizers
 from models.quantize.scales import scale_groups, tie_scales
@@ -78,7 +78,7 @@ def tied(demo):
 
 
 def test_sharing_survives_a_reload(tied, demo, tmp_path):
-    save_quantized(tmp_path / 'tied.pt', tied, {}, sha256(demo.single))
+    save_model(tmp_path / 'tied.pt', tied, {}, sha256(demo.single))
     again = CheckpointFile(tmp_path / 'tied.pt').load_quantized()[0]
     assert len(activations(again)) == len(activations(tied)) == len(activations(deepcopy(tied)))
     assert same(output(again, image()), output(tied, image()))

@@ -135,7 +135,7 @@ def test_the_polynomial_is_near_to_silu():
 @pytest.mark.parametrize('activation', ACTIVATIONS)
 def test_a_float_checkpoint_knows_its_activations(small, tmp_path, activation):
     model = exchanged_model(small, activation)
-    checkpoint.save_float(tmp_path / 'm.pt', model, '0' * 64)
+    checkpoint.save_model(tmp_path / 'm.pt', model, {}, '0' * 64)
     assert checkpoint.CheckpointFile(tmp_path / 'm.pt').kind == 'float'
     again = load_float(tmp_path / 'm.pt')
     assert same(output(again, IMAGES[0]), output(model, IMAGES[0]))
@@ -151,7 +151,7 @@ def test_every_target_quantizes_them(small, tmp_path, activation, name):
     quantize_model(model, target=target)
     tie_scales(model)
     fit_ranges(model, IMAGES, options)
-    checkpoint.save_quantized(tmp_path / 'q.pt', model, {'target': name, 'imgsz': [64, 64]}, '0' * 64)
+    checkpoint.save_model(tmp_path / 'q.pt', model, {'target': name, 'imgsz': [64, 64]}, '0' * 64)
     again, quant = load_any(tmp_path / 'q.pt')
     assert quant and same(output(again, IMAGES[0]), output(model, IMAGES[0]))
     # It refuses a file that ONNX Runtime computes otherwise
@@ -265,7 +265,7 @@ def test_a_budget_for_int8_is_beside_the_model_that_it_quantizes(small, tmp_path
 
 
 def test_a_model_with_relu_already_is_refused(small, tmp_path):
-    checkpoint.save_float(tmp_path / 'relu.pt', exchanged_model(small, 'relu'), '0' * 64)
+    checkpoint.save_model(tmp_path / 'relu.pt', exchanged_model(small, 'relu'), {}, '0' * 64)
     options = '--data', small.data, '--project', tmp_path, '--activation', 'relu'
     said = command('qat.py', 'quantize', '--weights', tmp_path / 'relu.pt', *options, code=2)
     assert 'has no SiLU, Hardswish, PolynomialSiLU to exchange for it' in said

@@ -87,7 +87,7 @@ def demo_settings(request, folder):
     """The settings without a command: the demo of the tests."""
     demo, masks = (request.getfixturevalue(name) for name in ('demo', 'demo_seg'))
     model = classifiers.quantized(classifiers.loaded('mobilenet_v2', folder))
-    checkpoint.save_quantized(folder / 'class.pt', model, {'imgsz': [classifiers.SIZE] * 2}, '0' * 64)
+    checkpoint.save_model(folder / 'class.pt', model, {'imgsz': [classifiers.SIZE] * 2}, '0' * 64)
     return VerifyConfig(
         demo.quantized,
         demo.single,

@@ -17,17 +17,12 @@ Types = dict[str, tuple[int, tuple[int, ...]]]  # tensor name → (element type 
 LARGEST, MOST_EVALUATED = 100, 10_000  # limits of shape arithmetic: values of a tensor, nodes
 
 
-def tensor_types(model: onnx.ModelProto) -> Types:
-    """Infer the types and shapes of a graph's tensors; those whose shapes do not follow from the graph are left out.
-
-    An open first axis of an input counts as 1. Evaluates shape arithmetic (Shape, Gather, Div ... before a Slice) on up to
-    LARGEST values at a time, which onnx.shape_inference does only in part.
-    """
-    return infer(model)[0]
-
-
 def infer(model: onnx.ModelProto) -> tuple[Types, dict[str, np.ndarray]]:
-    """Infer types and shapes, see `tensor_types`, and the values of small constants and of shape arithmetic."""
+    """Infer the types and shapes of a graph's tensors, and the values of small constants and of shape arithmetic.
+
+    Shapes that do not follow from the graph are left out. An open first axis of an input counts as 1. Evaluates shape arithmetic
+    (Shape, Gather, Div ... before a Slice) on up to LARGEST values at a time, which onnx.shape_inference does only in part.
+    """
     types = {i.name: helper.make_tensor_type_proto(i.data_type, i.dims) for i in model.graph.initializer}
     constant = {i.name: i for i in model.graph.initializer if _count(types[i.name]) <= LARGEST}
     stored, evaluated = set(types), 0

@@ -37,7 +37,7 @@ class Which(Action):
     def __init__(self, option_strings: Sequence[str], dest: str, help: str) -> None:
         super().__init__(option_strings, SUPPRESS, nargs=0, default=SUPPRESS, help=help)
 
-    def __call__(self, parser: ArgumentParser, *_: Any) -> None:
+    def __call__(self, parser: ArgumentParser, *_: object) -> None:
         """Print the version and end the process."""
         from utils.qat.vendors.tensorrt.engine.api import find_trtexec, load_tensorrt, version_of
 

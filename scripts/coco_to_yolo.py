@@ -55,7 +55,7 @@ def line(box: Sequence[float], width: float, height: float, number: int) -> str 
     return f'{number} {(left + right) / 2:.6f} {(top + bottom) / 2:.6f} {right - left:.6f} {bottom - top:.6f}'
 
 
-def _is_path(value: Any) -> bool:
+def _is_path(value: object) -> bool:
     return type(value) is str and is_printable(value)
 
 

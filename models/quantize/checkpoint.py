@@ -171,7 +171,7 @@ class CheckpointFile:
             model(torch.zeros(1, 3, 2 * stride, 2 * stride))
 
 
-def _of_torchvision(model: Any) -> bool:
+def _of_torchvision(model: object) -> bool:
     """Tell whether a model is a classifier of torchvision."""
     return isinstance(model, nn.Module) and type(model).__name__ in TORCHVISION.get(type(model).__module__, ())
 

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 import torch.nn as nn
+from torch.utils.data import DataLoader
 
 from models.quantize.activations import exchanges
 from models.quantize.blocks import Twin
@@ -144,7 +145,7 @@ class FormMetrics:
 def measure_units(
     forms: TwinForms | ActivationForms,
     units: Mapping[str, Sequence[str]],
-    loader: Any,
+    loader: DataLoader,
     names: Mapping[int, str],
     scoring: bool,
     progress: Callable[[Iterable], Iterable],

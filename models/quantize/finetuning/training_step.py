@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 import torch.nn as nn
+from torch.autograd.function import FunctionCtx
 
 from models.quantize.calibration.divergence import divergence_of_sides, split_map
 from models.quantize.network import head_of, removed_after
@@ -46,13 +47,13 @@ class _SquaredError(torch.autograd.Function):
     """Sum of (student - teacher)² of each image, FP32 [B]; the difference stays in the student's precision."""
 
     @staticmethod
-    def forward(ctx: Any, student: torch.Tensor, teacher: torch.Tensor) -> torch.Tensor:
+    def forward(ctx: FunctionCtx, student: torch.Tensor, teacher: torch.Tensor) -> torch.Tensor:
         difference = student.float() - teacher.float()
         ctx.save_for_backward(difference.to(student.dtype))
         return _energy(difference)
 
     @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
+    def backward(ctx: FunctionCtx, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
         (difference,) = ctx.saved_tensors
         gradient = (2 * gradient).view(-1, *[1] * (difference.dim() - 1))
         return (difference.float() * gradient).to(difference.dtype), None

@@ -30,7 +30,7 @@ from utils.qat.core.log import LOGGER, quiet_upstream
 from utils.qat.core.machine import describe, machine, select_device, versions
 from utils.qat.core.run_folder import DELIVERED
 from utils.qat.data.dataset import MILD, VARIED, is_numbered, load_hyp
-from utils.qat.data.loaders import Loaders
+from utils.qat.data.loaders import Images, Loaders, TrainingImages
 from utils.qat.evaluation.detection_scores import require_annotations
 from utils.qat.evaluation.metrics import Metrics
 from utils.qat.run.report import write_report
@@ -76,9 +76,9 @@ class Run(Inputs):
     scored: dict[str, DataLoader]  # 'val', and 'held out' if images are held out
     float_blocks: Kept = Kept([])
     float_functions: Kept = Kept([])  # activation functions that are not exchanged
-    calibration: Any = None  # Images; None in a run that goes on after the calibration
-    adaptation: Any = None  # TrainingImages; None if no activation function has to be learnt
-    training: Any = None  # TrainingImages; None without fine-tuning
+    calibration: Images | None = None  # None in a run that goes on after the calibration
+    adaptation: TrainingImages | None = None  # None if no activation function has to be learnt
+    training: TrainingImages | None = None  # None without fine-tuning
     folder: Path = field(init=False)
     state: State = field(init=False)
 

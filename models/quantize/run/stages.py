@@ -21,7 +21,7 @@ from models.quantize.run.run import UNSCORED, Run
 from models.quantize.run.scorer import points_lost_by, score, score_float
 from utils.qat.core.log import LOGGER, bar
 from utils.qat.core.run_folder import DELIVERED
-from utils.qat.data.loaders import TrainingImages
+from utils.qat.data.loaders import Images, TrainingImages
 from utils.qat.run.state import ADAPTED, BEST, EPOCH, PTQ, Stage, unfit_state
 
 
@@ -31,7 +31,7 @@ def run_stages(run: Run) -> None:
     if run.calibration and not state.ptq:
         if (run.config.eval_origin or run.config.max_drop is not None) and not state.origin:
             state.origin = score_float(run, state.chosen_on)
-        calibrate(run, adapted(run) if run.config.exchanges else run.model)
+        calibrate(run, adapted(run) if run.config.exchanges else run.model, run.calibration)
     run.calibration = run.adaptation = None  # ends the processes that load their images
     if run.training:
         fine_tune(run, run.training)
@@ -84,21 +84,21 @@ def adapted(run: Run) -> nn.Module:
     return run.load(stage.file)
 
 
-def calibrate(run: Run, reference: nn.Module) -> None:
-    """Run PTQ: calibrate a quantized copy of a float model, save and score it.
+def calibrate(run: Run, reference: nn.Module, images: Images) -> None:
+    """Run PTQ: calibrate a quantized copy of a float model on images, save and score it.
 
     More blocks than run.float_blocks stay in float if config.max_drop sets a budget for them.
     """
     config, kept, state, start = run.config, run.float_blocks, run.state, time.perf_counter()
 
     def attempt(tried: Kept) -> tuple[float, tuple[nn.Module, dict[str, Any]]]:
-        model, found = calibrated(reference, run.calibration, config, bar, tried.paths)
+        model, found = calibrated(reference, images, config, bar, tried.paths)
         return points_lost_by(run, model, config.max_drop, tried is run.float_blocks), (model, found)
 
     if kept.summary and config.max_drop is not None:
         kept, (model, state.calibration) = within_budget(kept, config.max_drop, attempt)
     else:
-        model, state.calibration = calibrated(reference, run.calibration, config, bar, kept.paths)
+        model, state.calibration = calibrated(reference, images, config, bar, kept.paths)
     state.kept_float = kept.paths
     state.times['calibrate'] = round(time.perf_counter() - start, 2)
     LOGGER.info(f'calibration took {state.times["calibrate"]:.1f} s')

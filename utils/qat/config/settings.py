@@ -74,7 +74,7 @@ def option_of(kind: type, name: str) -> Option | None:
     return next((f.metadata['option'] for f in found if f and f.metadata), None)
 
 
-def flag_of(name: str, value: Any = None) -> str:
+def flag_of(name: str, value: object = None) -> str:
     """Return the flag of a setting: --NAME, or --no-NAME for the value False. A field for_ is --for, a word of Python."""
     return f'--{"no-" * (value is False)}{name.rstrip("_").replace("_", "-")}'
 
@@ -92,7 +92,7 @@ def is_sides(field: Field[Any]) -> bool:
     return field.type in (Sides, Sides | None)
 
 
-def plain(value: Any) -> Any:
+def plain(value: object) -> Any:
     """Return a setting as JSON has it: a path as text, several values as a list."""
     return str(value) if isinstance(value, Path) else list(value) if isinstance(value, (list, tuple)) else value
 
@@ -181,7 +181,7 @@ def _not_allowed(settings: Settings, field: Field[Any]) -> Iterator[tuple[Any, s
 T = TypeVar('T', bound=Settings)
 
 
-def read(kind: type[T], argv: Sequence[str] | None, description: str, **options: Any) -> T:
+def read(kind: type[T], argv: Sequence[str] | None, description: str, **options: object) -> T:
     """Parse a command line into settings of the class `kind`. argv: None = the words of this process. options: of Parser."""
     (settings,) = read_each(kind, argv, description, **options)
     return settings
@@ -292,7 +292,7 @@ def command_words(settings: Mapping[str, Any], kind: type[Settings]) -> list[str
     return words
 
 
-def typed(value: Any, kind: type[Settings], name: str) -> list[str]:
+def typed(value: object, kind: type[Settings], name: str) -> list[str]:
     """Return a plain setting as command-line words."""
     if not isinstance(value, list):
         return [str(value)]

@@ -36,7 +36,7 @@ class _Speak(argparse.Action):
         super().__init__(option_strings, argparse.SUPPRESS, nargs=0, default=argparse.SUPPRESS, help=help)
         self.level = level
 
-    def __call__(self, *_: Any) -> None:
+    def __call__(self, *_: object) -> None:
         TERMINAL.setLevel(self.level)
 
 

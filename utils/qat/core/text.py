@@ -4,7 +4,6 @@ import re
 import unicodedata
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any
 from urllib.parse import quote
 
 JOINERS = '\u200c\u200d'  # between letters of Persian and Hindi, and in emoji
@@ -69,7 +68,7 @@ def width(text: str) -> int:
     return sum(0 if unicodedata.combining(c) else 1 + (unicodedata.east_asian_width(c) in 'WF') for c in text)
 
 
-def markdown_table(header: Sequence[Any], rows: Iterable[Sequence[Any]], right: bool = True) -> str:
+def markdown_table(header: Sequence[object], rows: Iterable[Sequence[object]], right: bool = True) -> str:
     """Make a Markdown table whose columns align as plain text too; cells that are not Markdown are escaped."""
     cells = [
         [cell if isinstance(cell, Markdown) else escaped(' '.join(str(cell).split())) for cell in row]

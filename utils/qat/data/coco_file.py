@@ -18,7 +18,7 @@ def _is_polygon(value: Any) -> bool:
     return items(PIXELS, 6)(value) and len(value) % 2 == 0
 
 
-def _is_packed(value: Any) -> bool:
+def _is_packed(value: object) -> bool:
     return type(value) is str and bool(PACKED.fullmatch(value))
 
 
@@ -48,9 +48,9 @@ def read_coco(
         'annotations': {'image_id': ID, 'category_id': INDEX, 'bbox': items(PIXELS, 4, 4), **(thing or {})},
         'categories': {'id': INDEX, **(category or {})},
     }
-    kind = {key: [{**needs, str: anything}] for key, needs in parts.items()}
+    kind: dict[Any, Any] = {key: [{**needs, str: anything}] for key, needs in parts.items()}
     with reporting(f'{who}: no COCO JSON of objects', ValueError, remedy='mend it, or fetch it again'):
-        content = read_json(file, {**kind, str: anything})
+        content = read_json(file, kind | {str: anything})
     images, categories = ({entry['id'] for entry in content[key]} for key in ('images', 'categories'))
     if len(images) < len(content['images']) or len(categories) < len(content['categories']):
         raise QatError(f'{who}: two of its images, or two of its categories, have the same id; mend it')

@@ -137,7 +137,7 @@ def demands(graph: Graph) -> Iterator[Finding]:
             yield Finding('mixed', name, detail)
 
 
-def _text(what: Any) -> str:
+def _text(what: object) -> str:
     return f'scale {what:.6g}' if isinstance(what, float) else str(what)
 
 

@@ -27,7 +27,7 @@ C = TypeVar('C', bound=Collection)
 Use = tuple[NodeProto | None, int]  # (reader, position among its inputs); (None, 0): the graph returns the tensor
 
 
-def attribute(node: NodeProto, name: str, default: Any = None) -> Any:
+def attribute(node: NodeProto, name: str, default: object = None) -> Any:
     """Return the value of an attribute of a node."""
     return next((onnx.helper.get_attribute_value(a) for a in node.attribute if a.name == name), default)
 

@@ -56,7 +56,7 @@ def kept(kind: Any, **default: Any) -> Any:
     return field(metadata={'kind': kind}, **default)
 
 
-def _file(value: Any) -> bool:
+def _file(value: object) -> bool:
     """Tell whether a value is the path of a checkpoint in the folder."""
     return type(value) is str and NAMED.fullmatch(value) is not None and not value.startswith('weights/.')
 
@@ -193,7 +193,7 @@ class State:
         }
 
 
-def _plain(value: Any) -> Any:
+def _plain(value: object) -> Any:
     """Make plain values of a stage, of stages in a list and of stages in a dict."""
     if isinstance(value, dict):
         return {key: _plain(part) for key, part in value.items()}

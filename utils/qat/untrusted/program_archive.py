@@ -133,7 +133,7 @@ def _checked_graph(program: Any) -> Any:
     return program
 
 
-def _require_texts(value: Any, key: str = '') -> None:
+def _require_texts(value: object, key: str = '') -> None:
     """Check all text in a value of JSON, found under `key`; Refused for text that is no name."""
     if isinstance(value, dict):
         if found := REFUSED & value.keys():

@@ -144,7 +144,7 @@ class _Machine(pickle._Unpickler):  # the one written in Python: the one in C ha
         self.names.add(f'{module}.{name}')
         return Name(f'{module}.{name}')
 
-    def persistent_load(self, key: Any) -> Stored:
+    def persistent_load(self, key: object) -> Stored:
         """Keep the key of data beside the pickle."""
         return Stored(key)
 

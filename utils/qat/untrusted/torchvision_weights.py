@@ -25,7 +25,7 @@ def network_of(weights: Path) -> str | None:
     return next((name for name in reversed(known) if re.fullmatch(rf'{name}([-_.].*)?', weights.name)), None)
 
 
-def network_with(state: Any, weights: Path) -> nn.Module:
+def network_with(state: object, weights: Path) -> nn.Module:
     """Build the network of a file of weights, with its class names. `state` has the tensors by name.
 
     Raises QatError if they are not of the network with which the name of the file starts.

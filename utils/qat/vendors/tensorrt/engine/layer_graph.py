@@ -12,7 +12,6 @@ import tempfile
 from collections.abc import Iterable, Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
 
 from utils.qat.core.command import run_apart
 from utils.qat.core.errors import QatError
@@ -29,7 +28,7 @@ FONT = 'DejaVu Sans,Verdana,sans-serif'
 TYPES = ('INT8', 'FP16', 'FP32', 'other')
 
 
-def _quoted(text: Any, read: int = 1) -> str:
+def _quoted(text: object, read: int = 1) -> str:
     """Quote `text` as a string of DOT, for a Graphviz that resolves escapes in it `read` times; line breaks stay."""
     text = visible(text, keep='\n').replace('&', '&amp;')
     return '"' + text.replace('\\', '\\' * 2**read).replace('"', '\\"').replace('\n', '\\n') + '"'

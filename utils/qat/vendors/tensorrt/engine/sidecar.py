@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 VERSION = 1  # of the sidecar's content
 
 
-def _is_shape(value: Any) -> bool:
+def _is_shape(value: object) -> bool:
     return type(value) is list and bool(value) and all(map(INDEX, value))
 
 
@@ -59,7 +59,7 @@ def this_gpu(device: torch.device | None = None) -> dict[str, str] | None:
     }
 
 
-def write_sidecar(plan: Plan, **more: Any) -> dict[str, Any]:
+def write_sidecar(plan: Plan, **more: object) -> dict[str, Any]:
     """Write the sidecar of an engine that was built as planned, with `more` about the build; return its content."""
     config = plan.config
     return write_entries(
@@ -77,7 +77,7 @@ def write_sidecar(plan: Plan, **more: Any) -> dict[str, Any]:
     )
 
 
-def write_entries(engine: Path, product: str, **entries: Any) -> dict[str, Any]:
+def write_entries(engine: Path, product: str, **entries: object) -> dict[str, Any]:
     """Write the sidecar of an engine: its source (`onnx`, or `weights` by Torch-TensorRT), inputs and settings."""
     content = {
         'sidecar': VERSION,

@@ -70,7 +70,11 @@ def reporting(problem: str, *errors: type[BaseException], remedy: str = '', most
     try:
         yield
     except errors as e:
-        raise QatError(f'{problem} ({one_line(e, most) or type(e).__name__})' + f'; {remedy}' * bool(remedy)) from e
+        kind = type(e).__name__
+        said = (
+            f'{kind}: {one_line(e, most)}' if Exception in errors else one_line(e, most) or kind
+        )  # of any kind: which one
+        raise QatError(f'{problem} ({said})' + f'; {remedy}' * bool(remedy)) from e
 
 
 def refuse(problems: Iterable[tuple[Any, str]]) -> None:

@@ -29,6 +29,7 @@ from utils.qat.untrusted.json_schema import (
     SHARE,
     SQNR,
     anything,
+    first_wrong,
     misfit,
     read_json,
 )
@@ -101,19 +102,13 @@ def _contradiction(summary: dict[str, Any]) -> str | None:
     """Find a place in a valid summary that contradicts another place; None if there is none."""
     units = summary['units']
     names, twins = [u['unit'] for u in units], [path for u in units for path in u['twins']]
-    return next(
-        (
-            place
-            for place, wrong in (
-                ('units', not units or len(set(names)) < len(names)),
-                ('twins', len(set(twins)) < len(twins) or not all(u['twins'] for u in units)),
-                ('settings.target', summary['settings']['target'] not in TARGETS),
-                ('flops', sum(u['flops'] for u in units) > summary['flops']),
-            )
-            if wrong
-        ),
-        None,
-    )
+    places = {
+        'units': not units or len(set(names)) < len(names),
+        'twins': len(set(twins)) < len(twins) or not all(u['twins'] for u in units),
+        'settings.target': summary['settings']['target'] not in TARGETS,
+        'flops': sum(u['flops'] for u in units) > summary['flops'],
+    }
+    return first_wrong(places)
 
 
 def read_summary(

@@ -12,7 +12,7 @@ A kind says which values fit. It is one of
 
 import json
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -62,6 +62,11 @@ def _wrong(value: Any, kind: Any) -> str | None:
         parts = _items(value, kind)
         return next((f'.{_shown(key)}{wrong}' for key, v, k in parts if (wrong := _wrong(v, k)) is not None), None)
     return None if (type(value) is kind if isinstance(kind, type) else kind(value)) else ''
+
+
+def first_wrong(places: Mapping[str, object]) -> str | None:
+    """Return the first place that contradicts another; None if there is none. places: place → whether it does."""
+    return next((place for place, wrong in places.items() if wrong), None)
 
 
 def _shown(key: object) -> str:

@@ -29,7 +29,7 @@ from utils.qat.config.settings import Sides
 from utils.qat.core.command import command
 from utils.qat.core.distributed import first_goes_ahead
 from utils.qat.core.errors import QatError, one_line
-from utils.qat.core.files import require_yaml, waits
+from utils.qat.core.files import require_yaml, waits, write_text
 from utils.qat.core.log import LOGGER, quiet_upstream
 from utils.qat.core.text import is_printable
 from utils.qat.data.image_files import image_files
@@ -263,7 +263,7 @@ def open_dataset(
     # the first process writes the cache of the labels
     with first_goes_ahead(), quiet_upstream(), TemporaryDirectory() as scratch:
         listed = Path(scratch, 'images.txt')
-        listed.write_text('\n'.join(files))
+        write_text(listed, '\n'.join(files))
         listed.with_suffix('.cache').symlink_to(cache)
         try:
             dataset = cls(

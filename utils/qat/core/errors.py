@@ -99,7 +99,9 @@ def _of_file(number: int, reason: str | None, name: str | bytes) -> str:
             f'folder ({PLACES})'
         )
     if number == errno.EFBIG:
-        return f'{file}: {reason}, for ulimit -f or for the file system; allow more, or choose another folder ({PLACES})'
+        return (
+            f'{file}: {reason}, for ulimit -f or for the file system; allow more, or choose another folder ({PLACES})'
+        )
     if number == errno.ENOENT:
         return f'{file}: {reason}; it or its folder was moved or deleted meanwhile, put it back and repeat the command'
     if number in (errno.EMFILE, errno.ENFILE):

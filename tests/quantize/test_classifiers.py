@@ -70,7 +70,7 @@ def test_exported_graph_has_no_finding_and_runs_in_integers(network, tmp_path):
     assert not audit(onnx.load(tmp_path / 'q.onnx')).findings
     assert done.errors['logits'] < done.limit
     file = open_file(tmp_path / 'q.onnx')
-    assert file.ours and file.task.name == 'classify' and file.names == model.names
+    assert file.by_toolkit and file.task.name == 'classify' and file.names == model.names
     assert file(images(1)).shape == (1, classifiers.CLASSES)
     if not MeasuredOpenVINO.missing('openvino', torch.device('cpu')):
         file = open_file(tmp_path / 'q.onnx', backend='openvino')
@@ -166,7 +166,7 @@ def test_an_exported_program_computes_what_pytorch_computes(name, tmp_path):
     model = classifiers.quantized(classifiers.loaded(name, tmp_path))
     deployed('pt2', model, tmp_path / 'q.pt2', imgsz=(classifiers.SIZE,) * 2, dynamic=True)
     file = open_file(tmp_path / 'q.pt2')
-    assert file.ours and file.task.name == 'classify' and file.names == model.names
+    assert file.by_toolkit and file.task.name == 'classify' and file.names == model.names
     reference = Reference(model, 3, (classifiers.SIZE,) * 2)
     reference.require_agreement(file(reference.images), 'the program', 'FP32')
 

@@ -131,7 +131,7 @@ def test_the_sample_is_evenly_spread():
         for batch in torch.arange(number).view(-1, 1, 1, 1).split(7):
             sample(None, (batch,))
         chosen = torch.cat(sample.batches()).flatten().tolist()
-        assert sample.seen == number and len(chosen) == min(number, COMPARED)
+        assert sample.count == number and len(chosen) == min(number, COMPARED)
         if number < 2 * COMPARED:
             assert chosen == [i * number // len(chosen) for i in range(len(chosen))], 'as loaders.spread'
         ideal = [i * number / len(chosen) for i in range(len(chosen))]

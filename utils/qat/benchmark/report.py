@@ -173,7 +173,7 @@ def markdown(report: dict[str, Any]) -> str:
     results, disturbed = report['results'], disturbance(report['results'])
     made, scored = notes(results), max((r['accuracy']['images'] for r in results if r['accuracy']), default=0)
     classes = any('top1' in r['accuracy'] for r in results if r['accuracy'])
-    seen = 'their middle in' if classes else 'letterboxed to'
+    prepared = 'their middle in' if classes else 'letterboxed to'
     parts = [
         '# Benchmark',
         f'{settings["duration"]:g} s each, after {settings["warmup"]:g} ms to warm up, the files of one batch and image size in turns. Times are medians in ms. What the figures mean and '
@@ -182,7 +182,11 @@ def markdown(report: dict[str, Any]) -> str:
         *markdown_tables(results),
         *(['## By precision', by_precision] if (by_precision := precision_table(results)) else []),
         *([escaped(f'Disturbed: {disturbed}.')] if disturbed else []),
-        *([f'Accuracy: {scored} images of {escaped(settings["data"])}, {seen} the size in the row.'] if scored else []),
+        *(
+            [f'Accuracy: {scored} images of {escaped(settings["data"])}, {prepared} the size in the row.']
+            if scored
+            else []
+        ),
         *(['\n'.join(f'- {line}' for line in made)] if made else []),
         *(['Left out:', '\n'.join(left_out)] if left_out else []),
         '## Machine',

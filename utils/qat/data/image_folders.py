@@ -76,8 +76,8 @@ def split_folders(folder: Path, flag: str = '--data') -> tuple[Path, Path, list[
             f'{flag} {folder}: no folder {"train" if val.is_dir() else "val or test"} in it; a classifier takes a folder with train/ '
             'and val/ (or test/), and in each of them a folder of images for each class'
         )
-    classes, seen = class_folders(train, flag), class_folders(val, flag)
-    missing, extra = sorted(set(classes) - set(seen)), sorted(set(seen) - set(classes))
+    classes, in_val = class_folders(train, flag), class_folders(val, flag)
+    missing, extra = sorted(set(classes) - set(in_val)), sorted(set(in_val) - set(classes))
     if missing or extra:
         raise QatError(
             f'{flag} {folder}: {visible((missing or extra)[0])} is a class in {(train if missing else val).name}/ and not in '

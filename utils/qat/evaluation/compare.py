@@ -96,7 +96,7 @@ def compare_models(
     FP32 [3, H, W], its path, and the detections [n, 6] or the scores [C] of each model, the reference first. For the result see compare_detections.Differences.comparison, and compare_classes for classifiers.
     """
     differences = [task.comparing().Differences(rtol, atol, top) for _ in others]
-    scorers, seen = [task.scorer(names) for _ in (reference, *others)] if names else [], 0
+    scorers, count = [task.scorer(names) for _ in (reference, *others)] if names else [], 0
     for batch in loader:
         images, truth = prepared(batch, device)
         outputs = [predict(images) for predict in (reference, *others)]
@@ -108,6 +108,6 @@ def compare_models(
         if look:
             for image, path, *of_image in zip(images, truth.paths, *found):
                 look(image.cpu(), path, [getattr(one, 'rows', one).cpu() for one in of_image])
-        seen += len(images)
+        count += len(images)
     metrics = [scorer.metrics(resample=True) for scorer in scorers] or [None] * (1 + len(others))
-    return [difference.comparison(seen, metrics[0], other) for difference, other in zip(differences, metrics[1:])]
+    return [difference.comparison(count, metrics[0], other) for difference, other in zip(differences, metrics[1:])]

@@ -89,11 +89,11 @@ def _is_plain(content: Any) -> bool:
 
     A part that occurs twice, or inside itself, is checked once.
     """
-    waiting, seen = [content], set()
+    waiting, visited = [content], set()
     while waiting:
         value = waiting.pop()
-        if id(value) not in seen and type(value) in (dict, list):
-            seen.add(id(value))
+        if id(value) not in visited and type(value) in (dict, list):
+            visited.add(id(value))
             waiting += [*value, *value.values()] if type(value) is dict else value
         elif type(value) not in (dict, list, str, int, float, bool, type(None)):
             return False

@@ -24,10 +24,10 @@ OTHER_WORDS = 'if class names of data and model are other words for the same cla
 names_from = partial(option, None, OTHER_WORDS, allowed=('data', 'checkpoint'))
 
 
-def image_sides(untyped: str = '', default: Sides | None = None, flags: Sequence[str] = SIZE, least: int = 32) -> Any:
+def image_sides(untyped: str = '', default: Sides | None = None, flags: Sequence[str] = SIZE) -> Any:
     """Make the option of height and width of the images. untyped: what they are by default, in words."""
     text = 'height and width in pixels, or one number for both' + f'; default: {untyped}' * bool(untyped)
-    return option(default, text, *flags, allowed=Range(least))
+    return option(default, text, *flags, allowed=Range(32))
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -7,8 +7,8 @@ import numpy as np
 import onnx
 import pytest
 from conftest import REPO
-from graphs import model_of, nodes_of
-from helpers import answer, command
+from helpers.commands import answer, command
+from helpers.graphs import model_of, nodes_of
 from onnx import TensorProto, helper
 
 from utils.qat.graph import audit

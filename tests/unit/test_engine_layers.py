@@ -14,7 +14,7 @@ import sys
 from itertools import pairwise
 
 import pytest
-from helpers import program, python
+from helpers.commands import program, python
 
 from utils.qat.core.command import run_command
 from utils.qat.core.errors import QatError

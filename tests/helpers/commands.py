@@ -16,6 +16,7 @@ from conftest import REPO, TREE
 from utils.qat.config.qat import QuantizeConfig
 from utils.qat.core.command import run_command
 from utils.qat.core.log import LOGGER
+from utils.qat.core.text import visible
 from utils.qat.evaluation.metrics import DetectionMetrics
 from utils.qat.run.state import State
 
@@ -141,6 +142,7 @@ def judged(command, argv, code, out, err, left, allowed=(0, 2)):
     assert code in allowed, said
     if code == 2:
         assert ': error: ' in line, said
+        assert visible(line) == line, f'a terminal obeys it: {line!r}'
         assert not left, f'{said}\nleft {left}'
     return line
 

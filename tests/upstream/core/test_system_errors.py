@@ -7,7 +7,8 @@ import pytest
 import torch
 
 from utils.qat.config.common import LoaderConfig
-from utils.qat.core.errors import explain
+from utils.qat.core.command import explain_out_of_memory
+from utils.qat.core.errors import QatError, explain
 from utils.qat.core.files import atomic
 from utils.qat.data.loaders import Loader
 
@@ -65,3 +66,9 @@ def test_a_file_that_cannot_be_written_is_named_and_so_is_one_that_cannot_be_rea
     with pytest.raises(OSError) as raised, atomic(tmp_path / 'made.txt') as tmp:
         fails(tmp, tmp_path / 'other.txt')
     assert os.path.basename(raised.value.filename) == blamed and not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize('batch_size, advice', [(10, '--batch-size 5'), (1, '--imgsz')])
+def test_out_of_gpu_memory_says_what_to_try(batch_size, advice):
+    with pytest.raises(QatError, match=advice), explain_out_of_memory(batch_size):
+        raise torch.cuda.OutOfMemoryError('CUDA out of memory')

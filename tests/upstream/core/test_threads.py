@@ -4,46 +4,13 @@ import os
 import subprocess
 import sys
 import textwrap
-from itertools import chain
 
 import onnxruntime
 import pytest
 from conftest import REPO, TREE
 
-from test_help import FILES
 from utils.qat.core.machine import CHOSEN, onnx_options
 
-BENCHMARKS = sorted(f.relative_to(REPO).as_posix() for f in (REPO / 'benchmarks').glob('*.py'))
-WITHOUT = {  # why it is not here → files
-    'loads neither': [
-        *('scripts/audit_onnx.py', 'scripts/coco_to_yolo.py', 'scripts/draw_engine.py'),
-        *('demo/make_data.py', 'examples/infer_engine.py'),
-    ],
-    'runs the other commands in processes of their own': ['scripts/verify_tensorrt.py'],
-    'loads it when an engine is built, long after the environment is set': ['scripts/build_engine.py'],
-}
-ARGUMENTS = {  # with which a file gets to the point where it loads torch or ONNX Runtime
-    **dict.fromkeys(['qat.py', 'segment/qat_seg.py', 'classify/qat_cls.py'], 'eval --weights w.pt --data data.yaml'),
-    'reparameterization.py': '--weights w.pt --save out.pt',
-    'export_qat.py': '--weights w.pt --include onnx',
-    'export_yoloV9.py': '--weights w.pt',
-    'val_trt.py': '--weights w.onnx --data data.yaml',
-    'benchmark_trt.py': 'w.onnx',
-    'compare_outputs.py': 'w.pt w.onnx --random 1',
-    'scripts/infer_onnx.py': 'w.onnx images',
-    'demo/weights.py': 'build w.pt out.pt',
-    **dict.fromkeys(BENCHMARKS, ''),
-}
-LOADED = """
-import os, sys
-class Finder:
-    @staticmethod
-    def find_spec(name, path=None, target=None):
-        if name in ('torch', 'onnxruntime'):
-            os.write(1, f"loads {name} with {os.environ.get('OMP_WAIT_POLICY')}".encode())
-            os._exit(0)
-sys.meta_path.insert(0, Finder)
-"""
 SET = 'from utils.qat.core.machine import set_environment; set_environment()'
 USES = """
 import time, torch
@@ -70,36 +37,6 @@ def run(*arguments, **variables):
 def busy(code, **variables):
     """The mean number of busy threads of a process that only waits."""
     return float(run('-c', textwrap.dedent(code) + USES, **variables).split('busy')[-1])
-
-
-def test_all_files_are_here():
-    assert {*ARGUMENTS, *chain(*WITHOUT.values())} == {*FILES, *BENCHMARKS}
-
-
-@pytest.fixture(scope='module')
-def watched(tmp_path_factory):
-    """A folder of empty inputs, and of a sitecustomize.py that ends a process where it loads torch or ONNX Runtime."""
-    folder = tmp_path_factory.mktemp('watched')
-    (folder / 'sitecustomize.py').write_text(LOADED)
-    for name in 'w.pt', 'w.onnx', 'data.yaml':
-        (folder / name).touch()
-    return folder
-
-
-@pytest.mark.parametrize('file', ARGUMENTS)
-def test_it_is_said_before_torch_is_loaded(watched, file):
-    arguments = [watched / a if (watched / a).is_file() else a for a in ARGUMENTS[file].split()]
-    path = file if (TREE / file).is_file() else REPO / file
-    said = run(path, *arguments, PYTHONPATH=str(watched))
-    assert said in ('loads torch with passive', 'loads onnxruntime with passive')
-    if file == 'qat.py':
-        assert run(path, *arguments, PYTHONPATH=str(watched), KMP_BLOCKTIME='9').endswith(' with None'), (
-            "the user's choice"
-        )
-
-
-def test_upstreams_commands_keep_their_settings(watched):
-    assert run('train.py', '-h', PYTHONPATH=str(watched)) == 'loads torch with None'
 
 
 needs_two = pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason='one CPU: no thread waits for another')

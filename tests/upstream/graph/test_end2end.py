@@ -2,7 +2,6 @@
 
 import ast
 import json
-import re
 
 import numpy as np
 import onnx
@@ -258,71 +257,6 @@ def test_empty_and_full_images_in_one_batch():
 
 
 A, HALF, NEAR, FAR = (5, 5, 10, 10), (5, 2.5, 10, 5), (5, 6, 10, 10), (50, 50, 10, 10)
-BY_HAND = {  # boxes and their scores per class, settings → (box, class) in order. IoU of A with HALF is 0.5, with NEAR 9 / 11
-    'the better one stays': ([A, NEAR], [[0.5], [0.9]], {}, [(1, 0)]),
-    'an IoU at the threshold stays': ([A, HALF], [[0.9], [0.5]], {'iou_thres': 0.5}, [(0, 0), (1, 0)]),
-    'an IoU above it goes': ([A, HALF], [[0.9], [0.5]], {'iou_thres': 0.49}, [(0, 0)]),
-    'a score at the threshold goes': ([A, FAR], [[0.25], [0.26]], {}, [(1, 0)]),
-    'classes do not matter to each other': ([A, NEAR], [[0.5, 0.0], [0.0, 0.9]], {}, [(1, 1), (0, 0)]),
-    'or do': ([A, NEAR], [[0.5, 0.0], [0.0, 0.9]], {'class_agnostic': True}, [(1, 1)]),
-    'a box of two classes': ([A], [[0.5, 0.9]], {}, [(0, 1), (0, 0)]),
-    'a box of its best': ([A], [[0.5, 0.9]], {'class_agnostic': True}, [(0, 1)]),
-    'equal scores: the earlier box stays': ([A, NEAR], [[0.5], [0.5]], {}, [(0, 0)]),
-    'equal scores: box, then class': ([A, FAR], [[0.0, 0.5], [0.5, 0.5]], {}, [(0, 1), (1, 0), (1, 1)]),
-    'equal scores: the earlier class': ([A], [[0.5, 0.5]], {'class_agnostic': True}, [(0, 0)]),
-    'what is dropped drops nothing': (
-        [A, NEAR, (5, 7, 10, 10)],
-        [[0.9], [0.8], [0.7]],
-        {'iou_thres': 0.7},
-        [(0, 0), (2, 0)],
-    ),
-    'boxes without area stay': ([(5, 5, 0, 0)] * 2, [[0.9], [0.8]], {}, [(0, 0), (1, 0)]),
-    'the best K': ([A, FAR, (90, 90, 9, 9)], [[0.3], [0.9], [0.6]], {'topk_all': 2}, [(1, 0), (2, 0)]),
-}
-
-
-@pytest.mark.parametrize('boxes, scores, settings, wanted', BY_HAND.values(), ids=BY_HAND)
-def test_by_hand(boxes, scores, settings, wanted):
-    predictions = np.concatenate((np.float32(boxes), np.float32(scores)), 1).T[None]
-    most = len(boxes) if settings.get('class_agnostic') else np.size(scores)
-    nms = Nms('standard', **{'topk_all': most, **settings})
-    [found] = run_bare(bare(nms, classes=len(scores[0]), number=len(boxes)), predictions)
-    corners = [(x - w / 2, y - h / 2, x + w / 2, y + h / 2) for x, y, w, h in boxes]
-    assert np.array_equal(found, np.float32([[*corners[box], scores[box][c], c] for box, c in wanted]))
-
-
-@pytest.mark.parametrize('agnostic, most', [(False, 120), (True, 40)])
-def test_more_detections_than_candidates_are_refused(agnostic, most):
-    bare(Nms('standard', most, class_agnostic=agnostic))
-    with pytest.raises(QatError, match=f'--topk-all {most + 1}: .*only {most} candidates'):
-        bare(Nms('standard', most + 1, class_agnostic=agnostic))
-
-
-def test_which_cell_is_where():
-    """Row by row, from the upper left: of R x R cells that divide the box, each has the value at its centre. Prototypes grow with x and y here,
-    by 1/4 per pixel, and are 0 in the middle of the image, so that a mask tells where it was taken."""
-    r, (x1, y1, x2, y2) = 20, (12, 8, 44, 40)
-    ramp = (np.arange(SIDE // 4) + 0.5) - SIDE / 8
-    prototypes = np.float32([[np.tile(ramp, (SIDE // 4, 1)), np.tile(ramp[:, None], (1, SIDE // 4))]])
-    predictions = np.zeros((1, 7, 40), np.float32)
-    predictions[0, :4, :2] = np.float32([[(x1 + x2) / 2, (y1 + y2) / 2, x2 - x1, y2 - y1]] * 2).T
-    predictions[0, 4, :2] = 0.9, 0.8
-    predictions[0, 5:, 0], predictions[0, 5:, 1] = (1, 0), (0, 1)  # the better one is of the first prototype
-    model = bare(Nms('standard', 2, iou_thres=1.0), classes=1, nm=2, pooling=Pooling(r))
-    _, [masks] = run_bare(model, predictions, prototypes)
-    x, y = 4 * np.log(masks / (1 - masks)).reshape(2, r, r) + SIDE / 2  # in pixels of the image
-    centres = (np.arange(r) + 0.5) / r
-    assert np.abs(x - (x1 + centres * (x2 - x1))).max() < 1e-3
-    assert np.abs(y - (y1 + centres * (y2 - y1))[:, None]).max() < 1e-3
-
-
-def test_outside_the_image_a_mask_is_undecided():
-    """There are no prototypes outside the image: the mask is 0.5 there, which is not above 0.5."""
-    predictions = np.zeros((1, 6, 40), np.float32)
-    predictions[0, :, 0] = 0, SIDE / 2, SIDE, SIDE, 0.9, 1  # its left half is beyond the border
-    model = bare(Nms('standard', 1), classes=1, nm=1, pooling=Pooling(8, sampling_ratio=1))
-    _, [[mask]] = run_bare(model, predictions, np.full((1, 1, SIDE // 4, SIDE // 4), 3, np.float32))
-    assert (mask.reshape(8, 8)[:, :4] == 0.5).all() and (mask.reshape(8, 8)[:, 4:] > 0.9).all()
 
 
 @pytest.mark.parametrize('nm', [1, 32])
@@ -333,12 +267,6 @@ def test_one_channel_is_cut_out_for_each_detection(nm):
     [align] = [n for n in model.graph.node if n.op_type == 'RoiAlign']
     [made] = [v for v in model.graph.value_info if v.name == align.output[0]]
     assert dims(made)[1:] == [1, 7, 7]
-
-
-def test_prototypes_of_another_size_are_refused():
-    says = 'the prototypes of this model are 8 x 8 for images of 64 x 64, and masks inside'
-    with pytest.raises(QatError, match=says):
-        bare(Nms('standard', 12), nm=4, sides=(8, 8))
 
 
 # ---- the plugin -----------------------------------------------------------------------------------------------------------
@@ -421,12 +349,6 @@ def test_the_plugin_replaced_by_the_standard_nodes_gives_the_same(agnostic):
     standard = Nms('standard', **settings)
     found = run_bare(with_plugin_as_function(bare(Nms('plugin', **settings), 2), standard, 3), predictions)
     assert all(map(np.array_equal, found, run_bare(bare(standard, 2), predictions))) and min(map(len, found)) > 6
-
-
-def test_onnx_runtime_says_that_the_plugin_is_tensorrts(tmp_path):
-    onnx.save(bare(Nms('plugin', 40)), tmp_path / 'model.onnx')
-    with pytest.raises(QatError, match=f'model.onnx: its NMS is {PLUGIN}, which TensorRT alone has.*--nms standard'):
-        open_file(tmp_path / 'model.onnx')
 
 
 # ---- whole models ---------------------------------------------------------------------------------------------------------
@@ -630,26 +552,6 @@ def test_the_trained_demo_is_verified_and_scores_the_same(tmp_path):
     assert verified['matched'] == 1 and inside['mask']['ap'] == pytest.approx(reference['mask']['ap'], abs=1e-3)
     assert inside['ap'] == pytest.approx(outside['ap'], abs=1e-3) and inside['ap'] > 0.8
     assert inside['mask']['ap'] == pytest.approx(outside['mask']['ap'], abs=0.03) and inside['mask']['ap50'] > 0.9
-
-
-@pytest.fixture
-def checkpoint(tmp_path):
-    """A float segmentation checkpoint."""
-    torch.save({'model': segmenter(), 'ema': None}, tmp_path / 'seg.pt')
-    return tmp_path / 'seg.pt'
-
-
-@pytest.mark.parametrize('trt', [10, 11])
-def test_the_command(checkpoint, trt):
-    said = command(
-        *('export_qat.py', '--weights', checkpoint, '--include', 'onnx', 'onnx_end2end', '--imgsz', 64, '--trt', trt),
-        *('--dynamic', '--batch-size', 4, '--topk-all', 20, '--mask-resolution', 28),
-    )
-    folder = checkpoint.parent
-    assert {p.name for p in folder.iterdir()} == {'seg-end2end.onnx', 'seg-end2end.pbtxt', 'seg.onnx', 'seg.pt'}
-    assert re.search(r'mask coefficients 0\.\d+%, prototypes 0\.\d+% of their spread; rounding', said)
-    assert 'det_masks of up to 20 detections; NMS standard' in said and 'output0, output1\n' in said
-    assert 'name: "det_masks", data_type: TYPE_FP32, dims: [20, 784]' in (folder / 'seg-end2end.pbtxt').read_text()
 
 
 # ---- failures -------------------------------------------------------------------------------------------------------------

@@ -13,7 +13,7 @@ import torch
 from conftest import REPO
 from helpers import classifiers
 from helpers.faults import answer, sampled
-from helpers.zoo import DUAL, SEGMENT, SINGLE, SMALL, assert_by_chance, assert_verdicts, command, deployed
+from helpers.zoo import DUAL, SEGMENT, SINGLE, SMALL, command, deployed
 
 from models.deploy.decomposed import GriddedWeight, StoredWeight
 from models.quantize.blocks import QuantResidual
@@ -167,40 +167,6 @@ def test_scales_zero_points_and_weights_are_the_checkpoints(tmp_path):
         for scale, channel in zip(each.scale, each.int8)
     ]
     assert sorted(read.integers(['CONV_2D'])) == sorted(channels)
-
-
-@needs_litert
-def test_from_checkpoint_to_file(small, tmp_path):
-    """quantize, export, eval, compare, benchmark and the client."""
-    data = '--data', small.data, '--device', 'cpu', '--workers', 0
-    command(
-        *('qat.py', 'quantize', '--weights', small.single, *data, '--imgsz', SIDE, '--target', 'litert', '--epochs', 0),
-        *('--calib-images', 4, '--calib-method', 'mse', '--no-bias-correction', '--project', tmp_path, '--name', 'run'),
-    )
-    best = tmp_path / 'run/weights/best.pt'
-    said = command('export_qat.py', '--weights', best, '--include', 'litert', '--verify', small.data, code=(0, 1))
-    verified = json.loads(best.with_name('best.tflite.verify.json').read_text())
-    assert_verdicts(said, verified)
-    assert_by_chance(verified['against_reference'])
-    file = best.with_suffix('.tflite')
-    with zipfile.ZipFile(file) as archive:
-        metadata = json.loads(archive.read('metadata.json'))
-    assert metadata['task'] == 'detect' and metadata['imgsz'] == '[64, 64]' and metadata['stride'] == '32'
-    said = command('val_trt.py', '--weights', file, *data, '--project', tmp_path, '--name', 'val')
-    assert 'INT8: ' in said and 'benchmark_trt.py' in said
-    said = command('compare_outputs.py', best, file, *data, '--project', tmp_path, '--name', 'compare')
-    assert 'best.tflite' in said
-    said = command(
-        *('benchmark_trt.py', file, '--device', 'cpu', '--duration', 0.1, '--warmup', 1),
-        *('--project', tmp_path, '--name', 'speed'),
-    )
-    assert 'LiteRT' in said and 'INT8' in said
-
-
-@needs_litert
-def test_a_checkpoint_of_another_target_is_refused(small, capfd, tmp_path):
-    code, line = answer('export_qat.py', ('--weights', small.quantized, '--include', 'litert'), capfd, tmp_path)
-    assert code == 2 and line.endswith('quantize with --target litert')
 
 
 @pytest.fixture(scope='module')

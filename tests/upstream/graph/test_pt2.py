@@ -138,15 +138,6 @@ def test_the_archive_names_no_file_of_this_machine(files):
     assert '.py' not in graph
 
 
-def test_commands_take_programs(files, small, tmp_path):
-    run = ('--device', 'cpu', '--project', tmp_path, '--imgsz', SIDE)
-    int8, floating = files / 'int8.pt2', files / 'float.pt2'
-    command('val_trt.py', '--weights', int8, '--data', small.data, *run, '--workers', 0)
-    command('compare_outputs.py', floating, files / 'float.pt', '--random', 1, *run)
-    command('benchmark_trt.py', int8, floating, '--duration', 0.01, '--batch', 1, *run[:4])
-    assert 'torch.export' in next(tmp_path.rglob('benchmark.md')).read_text()
-
-
 @pytest.mark.parametrize('words, says', [(('--imgsz', 128), 'takes 64 x 64'), (('--backend', 'aoti'), 'for')])
 def test_what_does_not_fit_is_refused_in_one_line(words, says, files, small, tmp_path):
     given = '--weights', files / 'int8.pt2', '--data', small.data, '--device', 'cpu', '--project', tmp_path
@@ -189,17 +180,6 @@ def test_a_package_computes_in_integers(small, packages):
     session = AotPackage(packages / 'int8-aoti.pt2', torch.device('cpu'))
     assert session.notes == [f'INT8: {quantized} of {convs} convolutions ({convs - quantized} float by design)']
     assert dict(session.loader.get_metadata())['imgsz'] == f'{SIDE},{SIDE}'
-
-
-@of_packages
-def test_commands_take_packages(small, packages, tmp_path):
-    run = ('--device', 'cpu', '--project', tmp_path)
-    by = ('--backend', 'aoti')
-    int8, float_ = packages / 'int8-aoti.pt2', packages / 'float-aoti.pt2'
-    command('val_trt.py', '--weights', int8, '--baseline', float_, '--data', small.data, '--imgsz', SIDE, *run, *by)
-    command('compare_outputs.py', packages / 'float.pt', int8, '--random', 1, *run, *by)
-    command('benchmark_trt.py', int8, float_, '--duration', 0.01, *run, *by)
-    assert 'AOTInductor' in next(tmp_path.rglob('benchmark.md')).read_text()
 
 
 @of_packages

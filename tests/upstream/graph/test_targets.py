@@ -1,6 +1,5 @@
 """Laws of the targets: an engine runs all that is quantized for it in integers, and the file computes what PyTorch simulates."""
 
-import re
 from collections import Counter
 
 import onnx
@@ -29,7 +28,6 @@ from utils.qat.graph.audit import audit, finding_counts
 from utils.qat.graph.audit_rules import DFL, HEAD
 from utils.qat.graph.onnx_graph import QDQ, constants, count_qdq, has_zero_points, metadata_value
 from utils.qat.graph.passes import unsigned_activations
-from utils.qat.run.sensitivity_summary import FILE
 from utils.qat.vendors.graphs import graph_of
 from utils.qat.vendors.openvino.session import MeasuredOpenVINO, OpenVINO
 
@@ -223,61 +221,6 @@ def test_a_target_that_a_file_makes_up_is_refused(name):
     """No module is imported by a name from a file."""
     with pytest.raises(QatError, match='not tensorrt, onnxruntime, openvino'):
         load_target(name)
-
-
-def test_from_checkpoint_to_file(small, tmp_path):
-    """quantize, export, audit, eval; what is for TensorRT alone is refused in one line."""
-    data, size = ('--data', small.data, '--imgsz', 64, '--device', 'cpu'), ('--imgsz', 64)
-    command(
-        *('qat.py', 'quantize', '--weights', small.single, *data, '--target', 'onnxruntime', '--calib-images', 6),
-        *('--epochs', 1, '--iters', 1, '--batch-size', 4, '--workers', 0, '--project', tmp_path, '--name', 'run'),
-    )
-    said = command(
-        *('qat.py', 'sensitive', '--weights', small.single, *data, '--target', 'onnxruntime', '--calib-images', 6),
-        *('--metric', 'distortion', '--num-image', 2, '--workers', 0, '--project', tmp_path, '--name', 'costs'),
-    )
-    [following] = re.findall(r'next: (.*)', said)
-    assert '--target onnxruntime' in following and '--calib-images 6' in following, (
-        'for the same engine, calibrated alike'
-    )
-    plan = 'qat.py', 'quantize', '--dry-run', '--weights', small.single, '--keep-float', 1, '--sensitive'
-    said = command(*plan, tmp_path / 'costs' / FILE, '--target', 'openvino', code=2)
-    assert 'made for ONNX Runtime' in said and said.rstrip().endswith(
-        'write it with: python qat.py sensitive --target openvino'
-    )
-    command(*plan, tmp_path / 'costs' / FILE, '--target', 'onnxruntime')
-    best = tmp_path / 'run/weights/qat_best_single.pt'
-    said = command('export_qat.py', '--weights', best, *size, '--dynamic', '--simplify')
-    assert 'engine: ONNX Runtime; TensorRT reads no unsigned INT8' in said and 'trtexec' not in said
-    file = best.with_suffix('.onnx')
-    assert metadata_value(onnx.load(file), 'target') == 'onnxruntime'
-    assert 'for ONNX Runtime' in command('scripts/audit_onnx.py', file, '--strict')
-    assert 'AP' in command(
-        *('qat.py', 'eval', '--weights', best, *data, '--square', '--workers', 0, '--project', tmp_path, '--name', 'pt')
-    )
-    said = command('qat.py', 'eval', '--weights', file, *data, '--workers', 0, '--project', tmp_path, '--name', 'onnx')
-    assert re.search(f'next: python .*benchmark_trt.py {file} --backend onnxruntime', said)
-    for argv in (
-        ('export_qat.py', '--weights', best, *size, '--trt', 11),
-        ('export_yoloV9.py', '--weights', best, '--size', 64),
-    ):
-        assert '--target tensorrt' in command(*argv, code=2)
-
-
-def test_a_file_for_deepstream_names_its_target(small, tmp_path, monkeypatch):
-    """OpenVINO's placement has no zero points in this network, so TensorRT reads the file."""
-    monkeypatch.chdir(tmp_path)
-    said = command(
-        *('qat.py', 'quantize', '--weights', small.single, '--data', small.data, '--imgsz', 64, '--device', 'cpu'),
-        *('--target', 'openvino', '--epochs', 0, '--calib-images', 2, '--calib-method', 'max', '--no-bias-correction'),
-        *('--no-eval-origin', '--no-eval-ptq', '--workers', 0, '--project', tmp_path, '--name', 'run'),
-    )
-    assert 'best.pt --include openvino --imgsz 64' in said, 'the next command writes the file of the target'
-    [weights] = (tmp_path / 'run/weights').glob('ptq_*.pt')
-    command('export_yoloV9.py', '--weights', weights, '--size', 64)
-    file = weights.with_name(f'{weights.name}.onnx')
-    assert metadata_value(onnx.load(file), 'target') == 'openvino'
-    assert 'for OpenVINO' in command('scripts/audit_onnx.py', file, '--strict')
 
 
 def test_scales_and_zero_points_of_the_file_are_the_models(tmp_path):

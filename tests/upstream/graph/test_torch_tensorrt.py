@@ -34,7 +34,7 @@ from utils.qat.vendors.tensorrt.quantize_op import amax_of, quantize_op_program
 from utils.qat.vendors.tensorrt.write import compile_settings, write_engine
 
 SIDE = 64, 96
-RECORDED = json.loads((Path(__file__).parents[2] / "data" / 'torch_tensorrt_api.json').read_text(encoding='utf-8'))
+RECORDED = json.loads((Path(__file__).parents[2] / 'data' / 'torch_tensorrt_api.json').read_text(encoding='utf-8'))
 SCHEMA = '(Tensor input, Tensor amax, int num_bits, int exponent_bits, bool unsigned, bool narrow_range) -> Tensor'
 
 

@@ -8,14 +8,12 @@ import torch
 from helpers.faults import sampled
 from helpers.fresh import fresh
 from helpers.zoo import (
-    LOADERS,
     SMALL,
     build,
     full,
     fuse,
     image,
     load_any,
-    load_dual_or_float,
     load_float,
     load_quantized,
     output,
@@ -217,56 +215,10 @@ def test_a_peer_is_recognized_by_its_class_names(tmp_path):
         assert read_archive(file).names == set(names) and CheckpointFile(file).kind == 'foreign'
 
 
-DUAL, FLOAT, QUANTIZED = 'dual', 'single', 'quantized'
-MISTAKES = {  # kind of file → what each loader answers
-    'missing': 'no such file',
-    'folder': 'not a file',
-    'text': 'not a PyTorch checkpoint',
-    'empty': 'not a PyTorch checkpoint',
-    'cut short': 'not a PyTorch checkpoint .or cut short',
-    'plain zip': 'not a PyTorch checkpoint',
-    'state dict': 'has weights without their network .a state_dict.*upstream train.py',
-    'other module': 'upstream train.py',
-    'peer': 'another yolov9-qat tool.*python qat.py quantize',
-    'wrong suffix': 'ending in .pt or .pth',
-}
-WRONG_LOADERS = {  # kind of file → the loaders that are not for it, and what they answer
-    DUAL: ((load_quantized,), 'not quantized.*python qat.py quantize'),
-    FLOAT: ((load_quantized,), 'not quantized.*python qat.py quantize --weights .*single.pt'),
-    QUANTIZED: ((load_float, load_dual_or_float), 'already quantized.*python qat.py eval.*python export_qat.py'),
-}
-
-
-@pytest.fixture
-def mistakes(small, tmp_path):
-    files = {
-        DUAL: small.dual,
-        FLOAT: small.single,
-        QUANTIZED: small.quantized,
-        **{name: tmp_path / f'{name}.pt' for name in MISTAKES},
-    }
-    files['folder'].mkdir()
-    files['text'].write_text('hello')
-    files['empty'].write_bytes(b'')
-    files['cut short'].write_bytes(small.single.read_bytes()[:-5000])
-    with zipfile.ZipFile(files['plain zip'], 'w') as file:
-        file.writestr('readme.txt', 'hello')
-    torch.save({'model': small.float_model().state_dict()}, files['state dict'])
-    torch.save({'model': torch.nn.Conv2d(3, 3, 1)}, files['other module'])
-    archive(files['peer'], pickle_of('models.yolo.DetectionModel', 'models.quantize.QuantUpsample'))
-    files['wrong suffix'] = tmp_path / 'weights.onnx'
-    files['wrong suffix'].write_bytes(small.single.read_bytes())
-    return files
-
-
-def test_mistakes_name_the_file_and_what_to_do(mistakes):
-    answers = {**{name: (LOADERS, wanted) for name, wanted in MISTAKES.items()}, **WRONG_LOADERS}
-    for name, (loaders, wanted) in answers.items():
-        for load in loaders:
-            with pytest.raises(QatError, match=wanted) as error:
-                load(mistakes[name])
-            message = str(error.value)
-            assert message.startswith(f'--weights {mistakes[name]}') and '\n' not in message, name
+def test_a_float_checkpoint_is_not_taken_for_a_quantized_one(small):
+    for file in (small.dual, small.single):
+        with pytest.raises(QatError, match=f'^--weights {file}: not quantized.*python qat.py quantize'):
+            load_quantized(file)
 
 
 def test_another_format_is_refused(small, tmp_path):

@@ -483,15 +483,3 @@ def test_labels_that_cannot_be_learnt_are_named(small):
     step = new_step(small, label_loss=lambda maps, labels: maps[0].sum() * math.inf)
     with pytest.raises(NotFinite, match='the loss is not finite on the labels'):
         step(LOADER[0], None)
-
-
-@pytest.mark.parametrize(
-    'changes, says',
-    [
-        ({'task_loss': -1.0}, r'--task-loss -1\.0: must be 0 \(labels do not count\) or more'),
-        ({'task_loss': math.nan}, '--task-loss nan'),
-    ],
-)
-def test_what_cannot_be_is_refused(changes, says):
-    with pytest.raises(QatError, match=says):
-        settings(**changes)

@@ -99,13 +99,21 @@ def test_shims_are_there_in_every_order_of_imports(fresh, order):
 
 @pytest.mark.parametrize('package', ['utils', 'models'])
 def test_upstreams_packages_alone_load_nothing(fresh, package):
-    fresh(
-        f"""
-        import sys, {package}, utils.qat.compat as compat
-        assert not {{"torch", "numpy", "PIL", "pkg_resources"}} & sys.modules.keys() and compat._fired is None
-    """,
-        bare=True,
-    )
+    code = f'import sys, {package}, utils.qat.compat as compat; assert compat._fired is None'
+    fresh(f'{code} and not {{"torch", "numpy", "PIL", "pkg_resources"}} & sys.modules.keys()', bare=True)
+
+
+FIRST = (
+    'models.quantize.run.inputs models.deploy.load utils.qat.data.image_folders models.quantize.activations torchvision'
+)
+
+
+@pytest.mark.parametrize('first', FIRST.split())
+def test_no_module_of_ours_loads_dynamo_with_torchvision(fresh, first):
+    """Whichever module imports torchvision first: torch._dynamo and sympy take a second or two of a start."""
+    begin = 'import sys, utils, torch; before = set(sys.modules)'
+    loaded = 'assert "torchvision" in sys.modules and not {"torch._dynamo", "sympy"} & (sys.modules.keys() - before)'
+    fresh(f'{begin}; import {first}; {loaded}', bare=True)
 
 
 def test_slow_libraries_are_imported_when_they_are_used(fresh):
@@ -129,28 +137,82 @@ def test_slow_libraries_are_imported_when_they_are_used(fresh):
     )
 
 
-@pytest.mark.parametrize(
-    'first',
-    [
-        'models.quantize.run.inputs',
-        'models.deploy.load',
-        'utils.qat.data.image_folders',
-        'models.quantize.activations',
-        'torchvision',
-    ],
-)
-def test_no_module_of_ours_loads_dynamo_with_torchvision(fresh, first):
-    """Whichever module imports torchvision first: torch._dynamo and sympy take a second or two of a start."""
-    fresh(
-        f"""
-        import sys, utils, torch
-        before = set(sys.modules)
-        import {first}
-        assert "torchvision" in sys.modules
-        assert not {{"torch._dynamo", "sympy"}} & (sys.modules.keys() - before)
-    """,
-        bare=True,
-    )
+WITHOUT = """
+    import logging
+    logging.basicConfig(level=logging.DEBUG, format="%(name)s %(message)s")
+    import models.common, sys, utils.general as general, utils.loggers
+
+    pkg = general.pkg
+    assert "yolov9-qat" in pkg.__doc__
+    assert general.check_version("2.15.0", "2.6.0") and not general.check_version("1.9", "1.10")
+    assert pkg.parse_version("2.4.0+cu121") >= pkg.parse_version("2.4")
+    pkg.require("torch>=1.0")
+    pkg.require("absent; python_version < '3'")
+    for requirement, error in ("torch<1", pkg.VersionConflict), ("no-such-package", pkg.DistributionNotFound):
+        try:
+            pkg.require(requirement)
+        except error:
+            continue
+        raise SystemExit(requirement)
+    lines = ["# comment", "", "numpy>=1.18.5  # why", "-r other.txt", "thop"]
+    assert [r.name for r in pkg.parse_requirements(lines)] == ["numpy", "thop"]
+    assert not general.AUTOINSTALL
+    general.check_requirements(["no-such-package>=1.0", "torch"])
+
+    import matplotlib.pyplot as plt  # looks for a running IPython
+    from tqdm.auto import tqdm
+    plt.figure()
+    models.common.display("shown")
+    assert not general.is_notebook() and "yolov9-qat" in sys.modules["IPython"].__doc__
+    assert general.check_git_info() == {"remote": None, "branch": None, "commit": None}
+"""
+
+
+def test_without_ipython_gitpython_and_pkg_resources(fresh, tmp_path):
+    """Each has its place taken, pip is not run, and what was done is logged."""
+    pip = tmp_path / 'bin' / 'pip'
+    pip.parent.mkdir()
+    pip.write_text(f"#!/bin/sh\ntouch '{tmp_path / 'pip ran'}'\n")
+    pip.chmod(0o755)
+    path = f'{pip.parent}:{os.environ["PATH"]}'
+    said = fresh(WITHOUT, hide='IPython git pkg_resources', MPLBACKEND='agg', PATH=path)
+    assert 'shown' in said and not (tmp_path / 'pip ran').exists()
+    logged = next(line for line in said.splitlines() if line.startswith('yolov9_qat.compat'))
+    assert 'ipython_module' in logged and 'auto_install_off' in logged
+
+
+def test_names_that_newer_libraries_lack(fresh, tmp_path):
+    """Of NumPy, Pillow and torch.cuda.amp, which would say that it is deprecated; a pickled checkpoint is loaded."""
+    said = fresh(f"""
+        import numpy as np, torch
+        from PIL import ImageFont
+        if hasattr(np, "trapezoid"):
+            np.__dict__.pop("trapz", None)
+        for font in ImageFont.FreeTypeFont, ImageFont.ImageFont:
+            if hasattr(font, "getsize"):
+                del font.getsize
+        from utils.metrics import compute_ap
+        assert np.trapz([0, 1, 2], [0, 1, 3]) == 3.5
+        assert abs(compute_ap([0.5, 1.0], [1.0, 1.0])[0] - 0.995) < 1e-3
+
+        from utils.plots import Annotator
+        drawn = Annotator(np.zeros((64, 128, 3), np.uint8), pil=True, font_size=12)
+        drawn.box_label((10, 30, 60, 60), "cell 0.9")
+        drawn.text([10, 60], "below", anchor="bottom")
+        assert drawn.result().any()
+        default = getattr(ImageFont, "load_default_imagefont", ImageFont.load_default)
+        assert min(default().getsize("ab")) > 0
+
+        with torch.cuda.amp.autocast(False):
+            torch.cuda.amp.GradScaler(enabled=False)
+
+        from models.common import Conv
+        from models.experimental import attempt_load
+        model, x = torch.nn.Sequential(Conv(3, 8, 3)), torch.rand(1, 3, 8, 8)
+        torch.save({{"model": model, "ema": None}}, r"{tmp_path}/last.pt")
+        assert torch.equal(attempt_load(r"{tmp_path}/last.pt", "cpu", fuse=False)(x), model.eval()(x))
+    """)
+    assert 'deprecated' not in said
 
 
 def test_applied_twice_or_once_it_changes_no_more_than_it_says(fresh):
@@ -172,135 +234,10 @@ def test_applied_twice_or_once_it_changes_no_more_than_it_says(fresh):
     """)
 
 
-def test_fired_shims_are_logged(fresh):
-    out = fresh(
-        """
-        import logging
-        logging.basicConfig(level=logging.DEBUG, format="%(name)s %(message)s")
-        import utils.general
-    """,
-        hide='IPython',
-    )
-    line = next(line for line in out.splitlines() if line.startswith('yolov9_qat.compat'))
-    assert 'ipython_module' in line and 'auto_install_off' in line
-
-
-def test_without_pkg_resources(fresh):
-    fresh(
-        """
-        import utils.general as general, utils.loggers
-        pkg = general.pkg
-        assert "yolov9-qat" in pkg.__doc__
-        assert general.check_version("2.15.0", "2.6.0") and not general.check_version("1.9", "1.10")
-        assert pkg.parse_version("2.4.0+cu121") >= pkg.parse_version("2.4")
-        pkg.require("torch>=1.0")
-        pkg.require("absent; python_version < '3'")
-        for requirement, error in ("torch<1", pkg.VersionConflict), ("no-such-package", pkg.DistributionNotFound):
-            try:
-                pkg.require(requirement)
-            except error:
-                continue
-            raise SystemExit(requirement)
-        lines = ["# comment", "", "numpy>=1.18.5  # why", "-r other.txt", "thop"]
-        assert [r.name for r in pkg.parse_requirements(lines)] == ["numpy", "thop"]
-    """,
-        hide='pkg_resources',
-    )
-
-
 def test_pkg_resources_that_does_not_import(fresh, tmp_path):
     # setuptools before 66 on Python 3.12
     (tmp_path / 'site' / 'pkg_resources.py').write_text('import pkgutil\npkgutil.ImpImporterThatIsGone\n')
     fresh("import utils.general as general; assert general.check_version('2.0', '1.0')")
-
-
-@pytest.mark.parametrize('hide', sampled(['', 'pkg_resources'], 2, 1))
-def test_pip_is_not_run(fresh, tmp_path, hide):
-    pip = tmp_path / 'bin' / 'pip'
-    pip.parent.mkdir()
-    pip.write_text(f"#!/bin/sh\ntouch '{tmp_path / 'pip ran'}'\n")
-    pip.chmod(0o755)
-    fresh(
-        """
-        from utils.general import AUTOINSTALL, check_requirements
-        assert not AUTOINSTALL
-        check_requirements(["no-such-package>=1.0", "torch"])
-    """,
-        hide=f'IPython git {hide}',
-        PATH=f'{pip.parent}:{os.environ["PATH"]}',
-    )
-    assert not (tmp_path / 'pip ran').exists()
-
-
-def test_without_ipython(fresh):
-    out = fresh(
-        """
-        import models.common, utils.general, sys
-        import matplotlib.pyplot as plt  # looks for a running IPython
-        from tqdm.auto import tqdm
-        plt.figure()
-        models.common.display("shown")
-        assert not utils.general.is_notebook()
-        assert "yolov9-qat" in sys.modules["IPython"].__doc__
-    """,
-        hide='IPython',
-        MPLBACKEND='agg',
-    )
-    assert 'shown' in out
-
-
-def test_without_gitpython(fresh):
-    fresh(
-        """
-        from utils.general import check_git_info
-        assert check_git_info() == {"remote": None, "branch": None, "commit": None}
-    """,
-        hide='git',
-    )
-
-
-def test_numpy_names(fresh):
-    fresh("""
-        import numpy as np
-        if hasattr(np, "trapezoid"):
-            np.__dict__.pop("trapz", None)
-        from utils.metrics import compute_ap
-        assert np.trapz([0, 1, 2], [0, 1, 3]) == 3.5
-        assert abs(compute_ap([0.5, 1.0], [1.0, 1.0])[0] - 0.995) < 1e-3
-    """)
-
-
-def test_pillow_getsize(fresh):
-    fresh("""
-        from PIL import ImageFont
-        for font in ImageFont.FreeTypeFont, ImageFont.ImageFont:
-            if hasattr(font, "getsize"):
-                del font.getsize
-        import numpy as np
-        from utils.plots import Annotator
-        image = np.zeros((64, 128, 3), np.uint8)
-        drawn = Annotator(image, pil=True, font_size=12)
-        drawn.box_label((10, 30, 60, 60), "cell 0.9")
-        drawn.text([10, 60], "below", anchor="bottom")
-        assert drawn.result().any()
-        width, height = ImageFont.load_default_imagefont().getsize("ab") if hasattr(ImageFont, "load_default_imagefont") \\
-            else ImageFont.load_default().getsize("ab")
-        assert width > 0 and height > 0
-    """)
-
-
-@pytest.mark.parametrize('name', sampled(['Arial.ttf', 'Arial.Unicode.ttf'], 2))
-def test_font_without_network(fresh, tmp_path, name):
-    fresh(
-        NO_NETWORK
-        + textwrap.dedent(f"""
-        from PIL import ImageFont
-        from utils.general import CONFIG_DIR, check_font
-        check_font("{name}")
-        assert ImageFont.truetype(str(CONFIG_DIR / "{name}"), 10).getname()[0] == "DejaVu Sans"
-    """)
-    )
-    assert [file.name for file in (tmp_path / 'config').glob('Arial*')] == [name]
 
 
 @pytest.mark.parametrize('home', sampled([False, True], 2, 1))
@@ -324,7 +261,7 @@ def test_settings_are_in_nobody_elses_folder(fresh, tmp_path, home):
     assert not os.path.exists(said.split('settings:')[1].strip()), 'and it goes with the process'
 
 
-def test_font_for_two_threads_that_plot(fresh):
+def test_font_without_network_for_two_threads_that_plot(fresh, tmp_path):
     """Both threads copy the font before either renames it."""
     fresh(
         NO_NETWORK
@@ -338,9 +275,13 @@ def test_font_for_two_threads_that_plot(fresh):
         with ThreadPoolExecutor(2) as pool:
             for done in [pool.submit(check_font, "Arial.ttf") for _ in range(2)]:
                 done.result()
-        assert ImageFont.truetype(str(CONFIG_DIR / "Arial.ttf"), 10).getname()[0] == "DejaVu Sans"
+        shutil.copyfile = copy
+        check_font("Arial.Unicode.ttf")
+        for name in "Arial.ttf", "Arial.Unicode.ttf":
+            assert ImageFont.truetype(str(CONFIG_DIR / name), 10).getname()[0] == "DejaVu Sans"
     """)
     )
+    assert {file.name for file in (tmp_path / 'config').glob('Arial*')} == {'Arial.ttf', 'Arial.Unicode.ttf'}
 
 
 def test_other_downloads_still_go_out(fresh, upstream_caller):
@@ -394,27 +335,6 @@ def test_torch_load_from_upstream_tries_weights_only_first(fresh, upstream_calle
         torch.load(r"{tmp_path}/weights.pt")
         assert asked == [None]
     """)
-
-
-def test_upstream_loads_a_pickled_checkpoint(fresh, tmp_path):
-    fresh(f"""
-        import torch, torch.nn as nn
-        from models.common import Conv
-        from models.experimental import attempt_load
-        model = nn.Sequential(Conv(3, 8, 3))
-        torch.save({{"model": model, "ema": None}}, r"{tmp_path}/last.pt")
-        x = torch.rand(1, 3, 8, 8)
-        assert torch.equal(attempt_load(r"{tmp_path}/last.pt", "cpu", fuse=False)(x), model.eval()(x))
-    """)
-
-
-def test_cuda_amp_is_quiet(fresh):
-    out = fresh("""
-        import utils.general, torch
-        with torch.cuda.amp.autocast(False):
-            torch.cuda.amp.GradScaler(enabled=False)
-    """)
-    assert 'deprecated' not in out
 
 
 def test_onnx_export_of_upstream_uses_torchscript(fresh, upstream_caller, tmp_path):

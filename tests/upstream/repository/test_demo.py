@@ -1,8 +1,5 @@
 """Laws of demo/: data is reproducible, boxes and outlines fit, the configs hold every block kind, weights survive the trip."""
 
-import subprocess
-import sys
-
 import cv2
 import numpy as np
 import pytest
@@ -162,22 +159,6 @@ def test_upstream_reads_the_very_masks_and_their_boxes(tmp_path):
             assert label == c and np.allclose(np.array(box) * 320, [x + w / 2, y + h / 2, w - 1, h - 1], atol=0.01)
         assert np.array_equal(masks.numpy() > 0, whole), i
         assert whole.sum(0).max() == 1  # no sticker covers another
-
-
-@pytest.mark.parametrize(
-    'arguments, word',
-    [
-        ([], '--out'),
-        (['--out', 'x', '--task', 'pose'], '--task'),
-        (['--out', 'x', '--train', '0'], '--train'),
-        (['--out', 'x', '--val', '-1'], '--val'),
-        (['--out', 'x', '--size', 'big'], '--size'),
-        (['--out', str(DEMO)], 'choose another folder'),
-    ],
-)
-def test_bad_arguments_get_one_line_and_code_2(arguments, word):
-    run = subprocess.run([sys.executable, str(DEMO / 'make_data.py'), *arguments], capture_output=True, text=True)
-    assert run.returncode == 2 and word in run.stderr and run.stderr.count('\n') == 1 and not run.stdout
 
 
 # --- model --------------------------------------------------------------------------------------------------------

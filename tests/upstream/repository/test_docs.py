@@ -13,6 +13,8 @@ import yaml
 from conftest import REPO, TREE
 from helpers.zoo import program
 
+import utils.qat
+
 DOCS = sorted((REPO / 'docs').glob('*.md'))
 PAGES = [REPO / 'README.md', REPO / 'CONTRIBUTING.md', REPO / 'CHANGELOG.md', *DOCS]
 BLOCK = re.compile(r'^ *```(bash|console)\n(.*?)^ *```', re.DOTALL | re.MULTILINE)
@@ -242,7 +244,8 @@ def test_every_page_can_be_reached():
 def test_the_version_is_the_newest_of_the_changelog():
     citation, version = yaml.safe_load(text_of(REPO / 'CITATION.cff')), text_of(REPO / 'VERSION').strip()
     [newest, *_] = re.findall(r'^## (\S+) - (\d{4}-\d\d-\d\d)$', text_of(REPO / 'CHANGELOG.md'), re.MULTILINE)
-    assert newest == (citation['version'], citation['date-released'].isoformat()) and newest[0] == version
+    assert newest == (citation['version'], citation['date-released'].isoformat())
+    assert newest[0] == version == utils.qat.__version__
 
 
 def test_every_requirement_has_a_licence():

@@ -112,10 +112,112 @@ def test_a_clone_is_patched_and_reverted(clone, flags):
     assert not [path for path in clone.rglob('*.pyc') if path.name.startswith(('compat.', 'qat.'))]
 
 
-def test_version_is_stated_once_more_in_python():
-    from utils.qat import __version__
+FOREIGN = 'models/quantize.py', 'models/quantize_rules.py', 'utils/qat/both.py'
 
-    assert __version__ == VERSION
+
+def write(name, text='mine'):
+    """A change: a file of the user's."""
+
+    def change(tree, _):
+        (tree / name).parent.mkdir(exist_ok=True)
+        (tree / name).write_text(text)
+
+    return change
+
+
+def of_another_tool(tree, script):
+    for name in FOREIGN:
+        write(name, '# of another tool\n')(tree, script)
+
+
+def moved_out(name):
+    """A change: the file lies beside the tree, and a link in its place."""
+
+    def change(tree, _):
+        elsewhere = (tree / name).rename(tree.parent / 'elsewhere')
+        (tree / name).symlink_to(elsewhere)
+
+    return change
+
+
+def half_a_block(tree, _):
+    file = tree / 'utils/__init__.py'
+    file.write_text(file.read_text().replace('# <<< yolov9-qat <<<\n', ''))
+
+
+def moved_aside_twice(tree, script):
+    write('models/quantize.py', 'first')(tree, script)
+    assert patch(tree, '--force', script=script).returncode == 0
+    write('models/quantize.py', 'second')(tree, script)
+
+
+def locked(tree, _):
+    fcntl.flock(os.open(tree, os.O_RDONLY), fcntl.LOCK_EX)  # until the process of the test ends: the tree is its own
+
+
+REFUSED = {  # what was done → (whether the tree was patched before, the change, verbs, words of the line)
+    'another tool': (False, of_another_tool, ['', '--link'], [*FOREIGN, '--force']),
+    'an edit': (True, write('utils/qat/both.py'), ['', '--revert'], ['utils/qat/both.py']),
+    'a hooked file that is a link': (False, moved_out('utils/__init__.py'), [''], ['utils/__init__.py is a link']),
+    'a manifest that is a link': (True, moved_out(MANIFEST), ['', '--check', '--revert --force'], ['is no file']),
+    'half a block': (True, half_a_block, ['', '--revert', '--force'], ['utils/__init__.py: our block lacks']),
+    'something moved aside twice': (True, moved_aside_twice, ['--force', '--revert'], ['models/quantize.py']),
+    'another at work': (False, locked, ['', '--revert'], ['another patch_yolov9.sh is at work in']),
+    'an unknown flag': (True, lambda tree, _: None, ['--remove'], ['--revert']),
+    **{
+        f'a file for the folder {place}': (False, write(place), ['', '--force', '--link'], [f'{place} is a file'])
+        for place in ('utils/qat', 'models/quantize', 'scripts')
+    },
+    'no YOLOv9': (
+        False,
+        lambda tree, _: (tree / 'val.py').unlink(),
+        ['', '--check', '--force'],
+        ['not a YOLOv9 folder'],
+    ),
+}
+
+
+@pytest.mark.parametrize('name', REFUSED)
+def test_what_is_refused_stays_as_it_is(upgrade, name):
+    _, new, tree = upgrade
+    patched, change, verbs, words = REFUSED[name]
+    if patched:
+        patch(tree, script=new)
+    change(tree, new)
+    before = everything(tree)
+    for verb in verbs:
+        refused(patch(tree, *verb.split(), script=new), *words)
+        assert everything(tree) == before
+
+
+def test_neither_itself_nor_nowhere():
+    for folder in (REPO, REPO / 'nowhere'):
+        assert patch(folder).returncode == 2
+    assert subprocess.run([PATCH], capture_output=True).returncode == 2
+
+
+@pytest.mark.parametrize('change', [of_another_tool, write('utils/qat/both.py')], ids=['another tool', 'an edit'])
+def test_force_moves_it_aside_and_revert_brings_it_back(upgrade, change):
+    _, new, tree = upgrade
+    change(tree, new)
+    before = contents(tree)
+    assert patch(tree, '--force', script=new).returncode == 0 == patch(tree, '--check', script=new).returncode
+    assert not (tree / 'models/quantize.py').exists()  # it would hide behind our package models/quantize/
+    assert patch(tree, script=new).returncode == 0  # a later run remembers what was moved
+    (tree / 'utils/qat/both.py').write_text('edited')
+    assert patch(tree, '--revert', '--force', script=new).returncode == 0 and contents(tree) == before
+
+
+def test_edits_beside_the_block_and_of_what_is_no_longer_ours_survive(upgrade):
+    old, new, tree = upgrade
+    patch(tree, script=old)
+    hooked, gone = tree / 'utils/__init__.py', tree / 'utils/qat/gone.py'
+    hooked.write_text(hooked.read_text() + 'MINE = 1\n')
+    gone.write_text('mine')
+    result = patch(tree, script=new)
+    assert result.returncode == 0 and 'kept though it is no longer ours: utils/qat/gone.py' in result.stdout
+    assert patch(tree, '--revert', script=new).returncode == 0 and gone.read_text() == 'mine'
+    assert hooked.read_text().endswith('MINE = 1\n') and 'yolov9-qat' not in hooked.read_text()
 
 
 def test_check_tells_the_state(upgrade):
@@ -129,73 +231,6 @@ def test_check_tells_the_state(upgrade):
         result = patch(tree, '--check', script=new)
         assert result.returncode == 1 and says in result.stdout
         patch(tree, '--force', script=new)
-
-
-@pytest.mark.parametrize('flags', [(), ('--check',), ('--revert',), ('--force',)])
-def test_refuses_what_is_not_yolov9(tmp_path, flags):
-    result = patch(tmp_path, *flags)
-    assert result.returncode == 2 and 'not a YOLOv9 folder' in result.stderr
-    assert not list(tmp_path.iterdir())
-    assert patch(tmp_path / 'nowhere', *flags).returncode == 2
-
-
-def test_refuses_unknown_flags_and_itself(upgrade):
-    _, new, tree = upgrade
-    result = patch(tree, '--remove', script=new)
-    assert result.returncode == 2 and '--revert' in result.stderr
-    assert patch(REPO).returncode == 2
-    assert subprocess.run([PATCH], capture_output=True).returncode == 2
-
-
-def test_refuses_another_tool_then_force_moves_it_aside(upgrade):
-    _, new, tree = upgrade
-    foreign = 'models/quantize.py', 'models/quantize_rules.py', 'utils/qat/both.py'
-    (tree / 'utils/qat').mkdir()
-    for name in foreign:
-        (tree / name).write_text('# of another tool\n')
-    before = contents(tree)
-    result = patch(tree, script=new)
-    assert result.returncode == 2 and contents(tree) == before
-    assert all(name in result.stderr for name in (*foreign, '--force'))
-    assert patch(tree, '--force', script=new).returncode == 0
-    assert not (tree / 'models/quantize.py').exists()  # it would hide behind our package models/quantize/
-    assert patch(tree, script=new).returncode == 0  # a later run remembers what was moved
-    assert patch(tree, '--revert', script=new).returncode == 0
-    assert contents(tree) == before
-
-
-def test_keeps_edits_unless_forced(upgrade):
-    _, new, tree = upgrade
-    before = contents(tree)
-    patch(tree, script=new)
-    edited = tree / 'utils/qat/both.py'
-    edited.write_text('mine')
-    state = contents(tree)
-    for flags in ((), ('--revert',)):
-        result = patch(tree, *flags, script=new)
-        assert result.returncode == 2 and 'utils/qat/both.py' in result.stderr and contents(tree) == state
-    assert patch(tree, '--force', script=new).returncode == 0 == patch(tree, '--check', script=new).returncode
-    edited.write_text('mine')
-    assert patch(tree, '--revert', '--force', script=new).returncode == 0 and contents(tree) == before
-
-
-def test_edits_beside_the_block_survive_revert(upgrade):
-    _, new, tree = upgrade
-    patch(tree, script=new)
-    file = tree / 'utils/__init__.py'
-    file.write_text(file.read_text() + 'MINE = 1\n')
-    assert patch(tree, script=new).returncode == 0 == patch(tree, '--revert', script=new).returncode
-    assert file.read_text().endswith('MINE = 1\n') and 'yolov9-qat' not in file.read_text()
-
-
-def test_switches_between_copy_and_link(upgrade):
-    _, new, tree = upgrade
-    before = contents(tree)
-    for flags, linked in (((), False), (('--link',), True), ((), False)):
-        assert patch(tree, *flags, script=new).returncode == 0 == patch(tree, '--check', script=new).returncode
-        assert (tree / 'utils/qat/both.py').is_symlink() is linked
-    patch(tree, '--revert', script=new)
-    assert contents(tree) == before
 
 
 @pytest.mark.parametrize('flags', [(), ('--link',)])
@@ -217,17 +252,11 @@ def test_upgrades_an_older_version(upgrade, flags):
     ours = {line.split()[-1] for line in (tree / MANIFEST).read_text().splitlines() if not line.startswith('#')}
     assert contents(tree).keys() == before.keys() | ours | {MANIFEST} and 'utils/qat/room/c.py' in ours
     assert {path.name.split('.')[0] for path in tree.glob('utils/qat/__pycache__/*')} <= {'both'}
+    for switch, linked in (([], False), (['--link'], True), ([], False)):
+        assert patch(tree, *switch, script=new).returncode == 0 == patch(tree, '--check', script=new).returncode
+        assert (tree / 'utils/qat/both.py').is_symlink() is linked
     patch(tree, '--revert', script=new)
     assert contents(tree) == before
-
-
-def test_an_upgrade_keeps_what_was_edited_and_is_no_longer_ours(upgrade):
-    old, new, tree = upgrade
-    patch(tree, script=old)
-    (tree / 'utils/qat/gone.py').write_text('mine')
-    result = patch(tree, script=new)
-    assert result.returncode == 0 and 'kept though it is no longer ours: utils/qat/gone.py' in result.stdout
-    assert (tree / 'utils/qat/gone.py').read_text() == 'mine'
 
 
 # ---- killed, at every point ----------------------------------------------------------------------------------------------
@@ -269,7 +298,7 @@ def test_killed_at_every_point(upgrade, writers, tmp_path, verb, flags):
     shutil.copytree(tree, folders['whole'], symlinks=True)
     before, whole = (everything(folders[name]) for name in ('before', 'whole'))
 
-    count, points = tmp_path / 'count', 0
+    count, points, told_of = tmp_path / 'count', 0, 0
     argv, first = ([new, tree, '--force', *flags], 'older') if verb == 'patch' else ([new, tree, '--revert'], 'whole')
     while True:
         points += 1
@@ -282,20 +311,12 @@ def test_killed_at_every_point(upgrade, writers, tmp_path, verb, flags):
             break
         assert done.returncode == -9, done.stderr
         stopped = shutil.copytree(tree, tmp_path / f'stopped {points}', symlinks=True)
+        told_of += 'a patch was interrupted' in patch(stopped, '--check', script=new).stdout
         assert patch(tree, '--force', *flags, script=new).returncode == 0 and everything(tree) == whole, points
         again = patch(stopped, '--revert', script=old if points % 5 == 0 else new)  # either knows what to take away
         assert again.returncode == 0 and everything(stopped) == before, (points, again.stderr)
         shutil.rmtree(stopped)
-    assert points > 12
-
-
-def test_an_interrupted_patch_is_told(upgrade, writers, tmp_path):
-    _, new, tree = upgrade
-    (tmp_path / 'count').write_text('1\n')
-    told = {**os.environ, 'PATH': f'{writers}:{os.environ["PATH"]}', 'COUNT': tmp_path / 'count', 'AT': '18'}
-    subprocess.run([new, tree], env=told, capture_output=True, start_new_session=True)
-    result = patch(tree, '--check', script=new)
-    assert result.returncode == 1 and 'a patch was interrupted' in result.stdout
+    assert points > 12 and (told_of > 3 or verb == 'revert')
 
 
 @pytest.mark.parametrize('verb', [(), ('--revert',)], ids=['patch', 'revert'])
@@ -355,17 +376,6 @@ def test_a_manifest_has_bounds(upgrade, content, says):
         assert checked.returncode == 0, checked.stderr
 
 
-@pytest.mark.parametrize('verb', [(), ('--check',), ('--revert', '--force')], ids=' '.join)
-def test_a_manifest_that_is_a_link(upgrade, tmp_path, verb):
-    _, new, tree = upgrade
-    patch(tree, script=new)
-    elsewhere = (tree / MANIFEST).rename(tmp_path / 'elsewhere')
-    (tree / MANIFEST).symlink_to(elsewhere)
-    before = everything(tree), elsewhere.read_bytes()
-    refused(patch(tree, *verb, script=new), f'{MANIFEST} is no file')
-    assert (everything(tree), elsewhere.read_bytes()) == before
-
-
 @pytest.mark.parametrize('verb', VERBS, ids=' '.join)
 def test_a_manifest_names_only_what_the_toolkit_writes(upgrade, tmp_path, verb):
     _, new, tree = upgrade
@@ -421,37 +431,6 @@ def test_nothing_is_written_through_links(upgrade, tmp_path, place, patched):
         assert (contents(outside), bytecode()) == before
 
 
-def test_a_hooked_file_that_is_a_link(upgrade, tmp_path):
-    _, new, tree = upgrade
-    (tree / 'utils/__init__.py').rename(tmp_path / 'elsewhere.py')
-    (tree / 'utils/__init__.py').symlink_to(tmp_path / 'elsewhere.py')
-    before = contents(tree)
-    refused(patch(tree, script=new), 'utils/__init__.py is a link')
-    assert contents(tree) == before and (tmp_path / 'elsewhere.py').read_text() == 'class RepNCSPELAN4: ...\n'
-
-
-def test_half_a_block_is_not_taken_for_a_whole(upgrade):
-    """Without its last line, all that upstream wrote would count as ours."""
-    _, new, tree = upgrade
-    patch(tree, script=new)
-    file = tree / 'utils/__init__.py'
-    file.write_text(file.read_text().replace('# <<< yolov9-qat <<<\n', ''))
-    before = contents(tree)
-    for verb in ((), ('--revert',), ('--force',)):
-        refused(patch(tree, *verb, script=new), 'utils/__init__.py: our block lacks')
-        assert contents(tree) == before
-
-
-def test_what_was_moved_aside_is_not_replaced(upgrade):
-    _, new, tree = upgrade
-    (tree / 'models/quantize.py').write_text('first')
-    assert patch(tree, '--force', script=new).returncode == 0
-    (tree / 'models/quantize.py').write_text('second')
-    refused(patch(tree, '--force', script=new), 'models/quantize.py is there already')
-    refused(patch(tree, '--revert', script=new), 'models/quantize.py')
-    assert (tree / '.yolov9-qat.backup/models/quantize.py').read_text() == 'first'
-
-
 # ---- strange places ------------------------------------------------------------------------------------------------------
 
 
@@ -475,28 +454,6 @@ def test_cdpath(upgrade, tmp_path, monkeypatch):
     result = patch('tree', script=new, cwd=tmp_path)
     assert result.returncode == 0 and f'to {tree} (copy)' in result.stdout and (tree / 'qat.py').exists()
     assert everything(elsewhere) == before
-
-
-@pytest.mark.parametrize('place', ['utils/qat', 'models/quantize', 'scripts'])
-def test_a_file_where_a_folder_has_to_be(upgrade, place):
-    _, new, tree = upgrade
-    (tree / place).write_text('mine')
-    before = everything(tree)
-    for flags in ((), ('--force',), ('--link',)):
-        refused(patch(tree, *flags, script=new), f'{place} is a file')
-        assert everything(tree) == before
-
-
-def test_one_at_a_time(upgrade):
-    _, new, tree = upgrade
-    before = everything(tree)
-    holder = os.open(tree, os.O_RDONLY)
-    fcntl.flock(holder, fcntl.LOCK_EX)
-    for verb in ((), ('--revert',)):
-        refused(patch(tree, *verb, script=new), 'another patch_yolov9.sh is at work in')
-    assert everything(tree) == before
-    os.close(holder)
-    assert patch(tree, script=new).returncode == 0
 
 
 @pytest.mark.faults

@@ -13,13 +13,21 @@ from pathlib import Path
 
 import pytest
 from conftest import REPO, copy_upstream
+from helpers.labelled import words
 from helpers.zoo import assert_by_chance, program, quiet_upstream
 
 pytestmark = pytest.mark.faults
 
 NOBODY = 65534
 NAMES = [f'Größe {i} 数' for i in range(10)]
-SETTINGS = ('--imgsz', 128, '--batch-size', 4, '--workers', 1, '--device', 'cpu')
+SETTINGS = '--imgsz 128 --batch-size 4 --workers 1 --device cpu'
+JOB = """
+reparameterization.py --weights {weights}/dual.pt --save {single}
+qat.py quantize --weights {single} DATA --epochs 1 --iters 2
+export_qat.py --weights {best}.pt --imgsz 128
+qat.py eval --weights {best}.onnx DATA --baseline {best}.pt --name {scored}
+val.py --weights {single} DATA --name val
+"""  # upstream's own command wants a font
 
 # Python reads this file at its start. Whoever asks for another machine is written down and gets an error.
 WATCH = """
@@ -109,35 +117,23 @@ class Place:
     net: list
 
     def __post_init__(self):
-        self.tree, self.data, self.weights, self.out, self.home, self.tmp, self.hook, self.watched = (
-            self.root / name
-            for name in (
-                'yolov9 Größe 模型',
-                'Ziffern und 数字',
-                'weights',
-                'out put ü',
-                'home',
-                'tmp',
-                'hook',
-                'watched',
-            )
-        )
+        names = ('tree', 'yolov9 Größe 模型'), ('data', 'Ziffern und 数字'), ('out', 'out put ü')
+        for name, folder in (*names, *((name, name) for name in 'weights home tmp hook watched'.split())):
+            setattr(self, name, self.root / folder)
         self.asked, self.counted = self.watched / 'asked', self.watched / 'counted'
 
     def environment(self, home):
         """Next to nothing: no PYTHONUTF8, no settings of upstream's."""
         kept = {k: v for k, v in os.environ.items() if k in ('PATH', 'LD_LIBRARY_PATH')}
-        return {
-            **kept,
-            'LC_ALL': 'C',
-            'LANG': 'C',
-            'HOME': str(home),
-            'TMPDIR': str(self.tmp),
-            'OMP_NUM_THREADS': '1',
-            'PYTHONPATH': str(self.hook),
-            'WATCHED': str(self.asked),
-            'COUNTED': str(self.counted),
+        places = {
+            'HOME': home,
+            'TMPDIR': self.tmp,
+            'PYTHONPATH': self.hook,
+            'WATCHED': self.asked,
+            'COUNTED': self.counted,
         }
+        plain = dict.fromkeys(('LC_ALL', 'LANG'), 'C') | {'OMP_NUM_THREADS': '1'}
+        return {**kept, **plain, **{name: str(place) for name, place in places.items()}}
 
     def python(self, *arguments, code=0, home='/nonexistent'):
         """stdout + stderr of `python ARGUMENTS...` in the tree; fails unless it exits with `code`."""
@@ -187,50 +183,14 @@ def place():
 def job(place):
     """The place after the job; `before`: what was there, `said`: command -> output."""
     read_only = place.tree, place.data, place.weights
-    place.before = {folder: listing(folder) for folder in read_only}
-    data = ('--data', place.data / 'data.yaml', *SETTINGS, '--project', place.out)
-    best = place.out / 'exp' / 'weights' / 'qat_best_einfach ü.pt'
-    place.said = {
-        'reparameterization': place.python(
-            'reparameterization.py', '--weights', place.weights / 'dual.pt', '--save', place.out / 'einfach ü.pt'
-        ),
-        'quantize': place.python(
-            'qat.py', 'quantize', '--weights', place.out / 'einfach ü.pt', *data, '--epochs', 1, '--iters', 2
-        ),
-        'export': place.python('export_qat.py', '--weights', best, '--imgsz', 128),
-        'eval': place.python(
-            'qat.py',
-            'eval',
-            '--weights',
-            best.with_suffix('.onnx'),
-            *data,
-            '--baseline',
-            best,
-            '--name',
-            'eval 值',
-            home=place.home,
-        ),
-        # upstream's own command, which wants a font
-        'val': place.python(
-            'val.py',
-            '--weights',
-            place.out / 'einfach ü.pt',
-            '--data',
-            place.data / 'data.yaml',
-            '--imgsz',
-            128,
-            '--batch-size',
-            4,
-            '--workers',
-            0,
-            '--device',
-            'cpu',
-            '--project',
-            place.out,
-            '--name',
-            'val',
-        ),
-    }
+    place.said, place.before = {}, {folder: listing(folder) for folder in read_only}
+    named = {'single': place.out / 'einfach ü.pt', 'best': place.out / 'exp/weights/qat_best_einfach ü'}
+    here = {**vars(place), **named, 'scored': 'eval 值'}
+    for line in JOB.strip().splitlines():
+        typed = words(line.replace('DATA', f'--data {{data}}/data.yaml {SETTINGS} --project {{out}}'), **here)
+        place.said[typed[1] if typed[0] == 'qat.py' else typed[0]] = place.python(
+            *typed, home=place.home if 'eval' in typed else '/nonexistent'
+        )
     place.counted_after_the_job = place.counted.read_text() if place.net else ''
     return place
 
@@ -241,19 +201,11 @@ def test_the_job_is_done(job):
     assert report['best']['ap'] > 0.2 and metrics['ap'] > 0.2
     assert_by_chance(metrics['against_baseline'])
     assert list(report['classes'].values()) == NAMES and str(job.out) in report['settings']['weights']
-    assert NAMES[0] in job.said['val'] or 'all' in job.said['val']
-    assert {p.name for p in (job.out / 'exp').iterdir()} == {
-        'weights',
-        'report.json',
-        'report.md',
-        'ap.png',
-        'classes.png',
-        'log.txt',
-        '.lock',
-    }
-    assert 'Größe' in (job.out / 'exp' / 'log.txt').read_text(encoding='utf-8') + (
-        job.out / 'exp' / 'report.md'
-    ).read_text(encoding='utf-8')
+    assert NAMES[0] in job.said['val.py'] or 'all' in job.said['val.py']
+    files = 'weights report.json report.md ap.png classes.png log.txt .lock'
+    assert {p.name for p in (job.out / 'exp').iterdir()} == {*files.split()}
+    texts = ((job.out / 'exp' / name).read_text(encoding='utf-8') for name in ('log.txt', 'report.md'))
+    assert all('Größe' in text for text in texts)
 
 
 def test_nothing_is_written_but_to_the_project(job):
@@ -276,7 +228,9 @@ def test_a_user_may_not_write_to_the_tree(job):
         pytest.skip('root can write to read-only folders, and there is no setpriv that makes another user of it')
     assert 'PermissionError' in job.python('-c', 'open("note.txt", "w")', code=1)
     weights = job.out / 'exp' / 'weights' / 'qat_best_einfach ü.pt'
-    said = job.python('qat.py', 'eval', '--weights', weights, '--data', job.data / 'data.yaml', *SETTINGS, code=2)
+    said = job.python(
+        'qat.py', 'eval', '--weights', weights, '--data', job.data / 'data.yaml', *SETTINGS.split(), code=2
+    )
     assert '--project' in said and 'Traceback' not in said  # the default is a folder in the tree
 
 

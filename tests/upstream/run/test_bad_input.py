@@ -27,6 +27,11 @@ qat.py quantize --weights {single} --hyp {hyp} --data {data} --imgsz 64 --worker
     --weights {wrong}/text.pt          | text.pt; not a PyTorch checkpoint
     --weights {wrong}/cut.pt           | cut.pt; not a PyTorch checkpoint
     --weights {wrong}/dict.pt          | dict.pt; no YOLOv9 model
+    --weights {wrong}/empty.pt         | empty.pt; not a PyTorch checkpoint
+    --weights {wrong}/plain.pt         | plain.pt; not a PyTorch checkpoint
+    --weights {wrong}/state.pt         | has weights without their network; upstream train.py
+    --weights {wrong}/module.pt        | upstream train.py
+    --weights {wrong}/suffix.onnx      | ending in .pt or .pth
     --weights {wrong}/foreign.pt       | another yolov9-qat tool; qat.py quantize
     --weights {quantized}              | already quantized; qat.py eval
     --data {wrong}/none.yaml           | --data; no such file
@@ -47,6 +52,8 @@ qat.py quantize --weights {single} --hyp {hyp} --data {data} --imgsz 64 --worker
     --iters -3 --batch-size 0          | --iters -3; --batch-size 0
     --iters many                       | --iters; 'many'
     --calib-method best                | --calib-method; mse; percentile
+    --task-loss -1                     | --task-loss -1.0: must be 0 (labels do not count) or more
+    --task-loss nan                    | --task-loss nan
     --val-split 1                      | --val-split 1.0; [0, 1)
     --val-split 0.01                   | --val-split 0.01; 12 images, of which 0
     --val-split 0.1 --epochs 0         | --val-split 0.1; --epochs 0
@@ -124,6 +131,7 @@ export_qat.py --weights {quantized} --imgsz 64
     --include onnx_end2end --topk-all 85 --class-agnostic       | --topk-all 85; only 84 candidates
     --include onnx_end2end --nms plugin --verify {data} | --verify; EfficientNMS_TRT; --include onnx onnx_end2end; --nms standard
     --include onnx_end2end --mask-resolution 28 --sampling-ratio 1 | --mask-resolution, --sampling-ratio: only for a segmentation model
+    --workspace 3                      | --workspace: only with --include torch_tensorrt
     --weights {segmenter} --include onnx_end2end --nms plugin   | --nms plugin: EfficientNMS_TRT does not tell
     --weights {segmenter} --include onnx_end2end --nms plugin --trt 11 | --nms plugin:; a segmentation model takes --nms standard
     --weights {segmenter} --include onnx_end2end --opset 15     | --opset 15: masks take RoiAlign of opset 16
@@ -214,6 +222,23 @@ scripts/infer_onnx.py --device cpu
     {files}/float.onnx                 | arguments are required: IMAGE|FOLDER
     {files}/float.onnx {images} --conf-thres 25                 | --conf-thres 25.0: must lie in [0, 1]
     {wrong}/plugin.onnx {images}       | its NMS is EfficientNMS_TRT, which TensorRT alone has
+scripts/draw_engine.py
+    --layer {out}/none.json            | none.json; no such file
+    --layer {wrong}                    | not a file
+                                       | --layer
+scripts/coco_to_yolo.py
+    {wrong}/list.json {images}         | no COCO JSON
+    {wrong}/nothing.json {images}      | annotations is missing
+    {wrong}/unnamed.json {images}      | images[0].file_name is missing
+    {wrong}/elsewhere.json {images}    | none of the 1 images
+    {wrong}/twice.json {images}        | have the same id
+    {wrong}/strange.json {images}      | annotations[0] is of an image or of a category
+demo/make_data.py --out {out}/data
+    --task pose                        | --task pose
+    --train 0                          | --train 0
+    --val -1                           | --val -1
+    --size big                         | --size
+    --out {wrong}                      | choose another folder
 scripts/verify_tensorrt.py --weights {quantized} --float {single} --data {data}
     --segment {quantized}              | give both or none
     --segment none.pt --segment-data d | no such file
@@ -255,11 +280,27 @@ def wrong(small, tmp_path_factory):
     texts = {'not_yaml.yaml': 'train: [\n', 'list.yaml': '- 1\n', 'hyp.yaml': 'mosaic: 1.0\n'}
     for name in ('text.pt', 'broken.onnx', 'model.engine', 'notes.txt'):
         texts[name] = 'not what its name says'
+    elsewhere = '{"id": 1, "file_name": "x.jpg", "width": 9, "height": 9}'
+    box = '{"image_id": 2, "category_id": 1, "bbox": [1, 1, 2, 2]}'
+    for name, images, boxes in (
+        ('unnamed', '{"id": 1}', ''),
+        ('elsewhere', elsewhere, ''),
+        ('twice', f'{elsewhere}, {elsewhere}', ''),
+        ('strange', elsewhere, box),
+    ):
+        texts[f'{name}.json'] = f'{{"images": [{images}], "annotations": [{boxes}], "categories": []}}'
+    texts |= {'list.json': '[]', 'nothing.json': '{"images": [], "categories": []}'}
     for name, text in texts.items():
         (folder / name).write_text(text)
     whole = small.single.read_bytes()
     (folder / 'cut.pt').write_bytes(whole[: len(whole) // 2])
     torch.save({'a': 1}, folder / 'dict.pt')
+    torch.save({'model': small.float_model().state_dict()}, folder / 'state.pt')
+    torch.save({'model': torch.nn.Conv2d(3, 3, 1)}, folder / 'module.pt')
+    shutil.copy(small.single, folder / 'suffix.onnx')
+    (folder / 'empty.pt').touch()
+    with zipfile.ZipFile(folder / 'plain.pt', 'w') as archive:
+        archive.writestr('readme.txt', 'hello')
     with zipfile.ZipFile(
         folder / 'foreign.pt', 'w'
     ) as archive:  # what the pickle of the other tool's checkpoint refers to

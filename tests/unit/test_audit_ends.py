@@ -7,8 +7,8 @@ import numpy as np
 import onnx
 import onnx.parser
 import pytest
-from graphs import behind_functions, dq, model_of, node, nodes_of, pair
-from helpers import program, sampled
+from helpers.commands import program, sampled
+from helpers.graphs import behind_functions, dq, model_of, node, nodes_of, pair
 from onnx import TensorProto, helper
 
 from utils.qat.core.command import run_command

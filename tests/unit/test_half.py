@@ -5,7 +5,7 @@ import contextlib
 import numpy as np
 import onnx
 import pytest
-from graphs import FLOAT, INT8_BLOCK, copy, graph_of, nchw, run_onnx, with_values
+from helpers.graphs import FLOAT, INT8_BLOCK, copy, graph_of, nchw, run_onnx, with_values
 from onnx import TensorProto
 
 from utils.qat.core.errors import QatError

@@ -7,7 +7,7 @@ from dataclasses import MISSING, FrozenInstanceError, fields, replace
 from pathlib import Path
 
 import pytest
-from helpers import settings
+from helpers.commands import settings
 
 from utils.qat.config import common, deploy, export, qat
 from utils.qat.config.settings import RUN, WHAT, Range, Settings, add_options, flag_of, option_of, read

@@ -9,7 +9,7 @@ torch or a GPU. The fields differ between versions, so a missing field of a laye
   11       "I/O Tensors": [{"Name", "IOMode", ...}, ...]; a tensor has "Datatype" and "Format", and a layer "Constants".
 
 Sources: TensorRT's developer guide (Engine Inspector), "Migrating IEngineInspector Usage from TensorRT 10.x to 11.x",
-sampleReporting.cpp of trtexec, and the list of the compiler of TensorRT-RTX 1.7 (tests/engine/test_tensorrt_rtx.py reads it).
+sampleReporting.cpp of trtexec, and the list of the compiler of TensorRT-RTX 1.7 (tests/upstream/engine/test_tensorrt_rtx.py reads it).
 """
 
 import json

@@ -90,14 +90,17 @@ def test_files_of_quantize(job):
     epochs = [f'qat_ep_{e["epoch"]}_ap_{e["ap"]:.4f}_single.pt' for e in report['epochs']]
     assert len(epochs) == 2
     models = ['best.pt', 'ptq_ap_{ap:.4f}_single.pt'.format(**report['ptq']), *epochs, 'qat_best_single.pt']
-    assert same_files(exp / 'weights/best.pt', exp / 'weights/qat_best_single.pt')
+    best = [exp / 'weights' / name for name in ('best.pt', 'qat_best_single.pt')]
+    assert len({file.stat().st_ino for file in best}) == 1 and best[0].stat().st_nlink == 3, 'stored once'
     assert names_in(exp / 'weights') == sorted([*models, 'qat_best_single.onnx', 'qat_best_single.verify.json'])
     assert names_in(exp) == ['.lock', 'ap.png', 'classes.png', 'log.txt', 'report.json', 'report.md', 'weights']
     assert report['origin']['ap'] > 0.2, 'the demo weights work even at this size'
     assert report['chosen_on'] == 'val' and report['val'] is None and report['images'] == {'val': 8, 'train': 16}
     assert report['best']['ap'] == max(e['ap'] for e in (report['ptq'], *report['epochs']))
     assert report['settings']['seed'] == 57 and torch.__version__.startswith(report['versions']['torch'])
-    assert 'QAT epoch 2' in text and 'PTQ' in (exp / 'log.txt').read_text()
+    log = (exp / 'log.txt').read_text()
+    assert 'QAT epoch 2' in text and 'PTQ' in log
+    assert log.index('--epochs 2 will take about') < log.index('calibration took') and '--epochs 0, calibration' in log
     rows = {name: cells[1:] for name, cells in rows_of(text, 'model').items()}  # without loss
     best = next(name for name in rows if name.startswith('best ('))
     assert holds(rows['float'], rows['PTQ'], rows['PTQ - float, points'])

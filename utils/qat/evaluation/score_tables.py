@@ -9,6 +9,7 @@ from utils.qat.core.text import literal, markdown_table
 from utils.qat.evaluation.metrics import DetectionMetrics, Metrics
 
 MOST = 80  # classes in a picture
+PALE = 0.55  # opacity of the lighter part of a bar
 
 
 class Columns:

@@ -202,7 +202,10 @@ def sensitive(config: SensitiveConfig, folder: Path | None) -> None:
         LOGGER.info(
             f'all {change_in(summary)} against float: {in_words(found["int8"]["against_float"], inputs.task.metrics.choosing()[1])} on these {summary["images"]} images'
         )
-    said = f'{summary["images"]} images {inputs.task.seen_as(config.imgsz, True)}', summary_table(summary, inputs.task, 10)
+    said = (
+        f'{summary["images"]} images {inputs.task.seen_as(config.imgsz, True)}',
+        summary_table(summary, inputs.task, 10),
+    )
     LOGGER.log(RESULT, '\n' + '\n\n'.join(filter(None, (*said, nothing_lost(summary)))) + '\n')
     finish(following, summary=folder / FILE, report=folder / 'sensitivity.md')
 

@@ -1,7 +1,7 @@
 """Compare the rows of a benchmark: each with its baseline, another row, and INT8 with the fastest float precision."""
 
 from collections.abc import Iterator, Sequence
-from itertools import groupby
+from itertools import groupby, product
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -100,13 +100,12 @@ def int8_gains(results: Sequence[dict[str, Any]]) -> Iterator[Gain]:
     files = dict.fromkeys(r['model'] for r in results if is_int8(r))
     for (backend, imgsz, batch), found in groupby(sorted(results, key=place), place):
         rows = sorted(found, key=lambda r: r['latency']['median'])
-        fastest = next((r for r in rows if r['precision'] in FLOATS), None)
+        floats = [r for r in rows if r['precision'] in FLOATS]
         image = ' x '.join(map(str, imgsz)) if several else ''
-        for row in rows if fastest else ():
-            if is_int8(row):
-                times = fastest['latency']['median'] / row['latency']['median']
-                name = row['model'] if len(files) > 1 else ''
-                yield Gain(name, backend, image, batch, fastest['precision'].upper(), times)
+        for fastest, row in product(floats[:1], filter(is_int8, rows)):
+            times = fastest['latency']['median'] / row['latency']['median']
+            name = row['model'] if len(files) > 1 else ''
+            yield Gain(name, backend, image, batch, fastest['precision'].upper(), times)
 
 
 def is_int8(result: dict[str, Any]) -> bool:
@@ -116,7 +115,8 @@ def is_int8(result: dict[str, Any]) -> bool:
 
 def speed_conclusions(results: Sequence[dict[str, Any]]) -> list[str]:
     """Sum up rows with short names in a sentence for each INT8 file in each backend, and one about the fastest files."""
-    said, gains_of = [], {}
+    said: list[str] = []
+    gains_of: dict[str, list[str]] = {}
     for gain in int8_gains(results):
         where = f'{gain.backend}, {gain.image} pixels' if gain.image else gain.backend
         gains_of.setdefault(f'In {where}, {gain.file or "INT8"} against', []).append(str(gain))

@@ -306,7 +306,9 @@ class InferConfig(FolderConfig):
         MISSING, 'an image, or a folder: all images in it and in its folders', metavar='IMAGE|FOLDER', positional=True
     )
     _: KW_ONLY
-    save: bool = option(False, 'draw the detections into copies of the images, in PROJECT/NAME; of several models in a folder each')
+    save: bool = option(
+        False, 'draw the detections into copies of the images, in PROJECT/NAME; of several models in a folder each'
+    )
     imgsz: Sides | None = option(
         None,
         'height and width in pixels, or one number for both; default: that of the file or of the quantization, else 640',

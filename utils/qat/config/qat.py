@@ -169,21 +169,33 @@ class PtqConfig(Settings):
 
 
 @dataclass(frozen=True, kw_only=True)
-class CalibrationConfig(PtqConfig, ModelConfig):
-    """Settings that `quantize` and `sensitive` share: a float checkpoint and its calibration."""
+class FloatConfig(ModelConfig):
+    """A float checkpoint that is calibrated."""
 
-    HIDDEN: ClassVar[tuple[str, ...]] = ('hyp', 'overlap', 'mask_ratio')
+    HIDDEN: ClassVar[tuple[str, ...]] = ('overlap', 'mask_ratio')
     imgsz: Sides = option(  # None until the model is known
         None,
         'height and width in pixels, or one number for both; default: 640, of a classifier 224',
         *SIZE,
         allowed=Range(32),
     )
+    calib_images: int = calibration(512, 'training images to calibrate on, at most', allowed=Range(1))
+
+    def require_files(self) -> None:
+        """Check also that files can be named after the weights; see ModelConfig.require_files."""
+        require_source(self.weights, '--weights', self.SUFFIXES)
+        require_data(self.data)
+
+
+@dataclass(frozen=True, kw_only=True)
+class CalibrationConfig(PtqConfig, FloatConfig):
+    """Settings that `quantize` and `sensitive` share: a float checkpoint and its calibration."""
+
+    HIDDEN = *FloatConfig.HIDDEN, 'hyp'
     project: Path = Path('runs/qat')
     hyp: Path | None = option(
         None, 'fine-tune on images augmented as this file says; default: as they are', parse=in_tree
     )
-    calib_images: int = calibration(512, 'training images to calibrate on, at most', allowed=Range(1))
 
     @property
     def exchanges(self) -> bool:
@@ -191,9 +203,8 @@ class CalibrationConfig(PtqConfig, ModelConfig):
         return self.activation not in (AUTO, 'keep')
 
     def require_files(self) -> None:
-        """Check also --hyp, and that files can be named after the weights; see ModelConfig.require_files."""
-        require_source(self.weights, '--weights', self.SUFFIXES)
-        require_data(self.data)
+        """Check also --hyp; see FloatConfig.require_files."""
+        super().require_files()
         if self.hyp:
             require_yaml(self.hyp, '--hyp')
 

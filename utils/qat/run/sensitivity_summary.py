@@ -193,7 +193,11 @@ def options_for(summary: dict[str, Any]) -> list[object]:
 def nothing_lost(summary: dict[str, Any]) -> str:
     """Say that no unit has to stay; '' if one has, or if AP was not measured."""
     needed = options_for(summary)
-    return '' if needed else f'On these images all units {change_in(summary)} lose nothing beyond chance: none has to stay.'
+    return (
+        ''
+        if needed
+        else f'On these images all units {change_in(summary)} lose nothing beyond chance: none has to stay.'
+    )
 
 
 def summary_table(summary: dict[str, Any], task: Task, limit: int | None = None) -> str:

@@ -25,13 +25,6 @@ from utils.qat.core.log import LOGGER
 # standard deviation of 1.5
 POLYNOMIAL = 4.25, (0.23613467, -0.012394885, 0.00032304592)
 
-LEARNT_FROM_LABELS = 'the model learns it from your labels, at next to no cost with few classes, and for 6.5 points of AP with the 80 of COCO'
-PRICES = {  # --activation → what was measured, docs/activations.md
-    'polynomial': 'AP stayed within chance',
-    'relu': LEARNT_FROM_LABELS,
-    'relu6': LEARNT_FROM_LABELS,
-}
-
 
 class PolynomialSiLU(nn.Module):
     """x · p(clamp(x, ±limit)) with a polynomial p that is near to the sigmoid: 0 at -limit, 1 at limit, so the result is 0 or x beyond.

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Collection
 from typing import NamedTuple
 
-from models.quantize.activations import PRICES
 from utils.qat.benchmark.baseline import Gain
+from utils.qat.config.qat import PRICES
 from utils.qat.evaluation.chance import in_points
 
 SPEEDS = {  # --activation → of INT8 of yolov9-t, with it / with SiLU, docs/activations.md

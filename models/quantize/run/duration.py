@@ -8,8 +8,8 @@ from collections.abc import Sequence
 import torch
 import torch.nn as nn
 
-from models.quantize.activations import PRICES
 from models.quantize.run.run import Run
+from utils.qat.config.qat import PRICES
 from utils.qat.core.log import LOGGER
 from utils.qat.core.text import in_words
 

@@ -16,6 +16,13 @@ from utils.qat.core.files import in_tree, require_data, require_file, require_so
 CANDIDATES = ('l2.4', 'fisher')  # --calib-method auto takes the better of them
 AUTO, ACTIVATIONS = 'auto', ('keep', 'polynomial', 'relu', 'relu6')
 LEARNT = ('relu', 'relu6')  # activation functions that a model has to learn
+PRICES = {  # --activation → what was measured, docs/activations.md
+    'polynomial': 'AP stayed within chance',
+    **dict.fromkeys(
+        LEARNT,
+        'the model learns it from your labels, at next to no cost with few classes, and for 6.5 points of AP with the 80 of COCO',
+    ),
+}
 CALIB_METHODS = ('auto', *CANDIDATES, 'mse', 'percentile', 'max')
 SCALE_POLICIES = ('tied', 'free')
 AMP = ('off', 'bf16', 'fp16')

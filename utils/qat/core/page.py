@@ -46,7 +46,8 @@ BLOCK = re.compile(r'((```+)\n.*?\n\2|.+?)(?:\n\n|\Z)', re.DOTALL)
 
 def fold(title: str, *parts: str) -> list[str]:
     """Make parts that a reader opens by a click on the title."""
-    return [f'<details><summary>{html.escape(visible(title))}</summary>', *parts, '</details>']
+    text = html.escape(visible(title)).replace('[', '&#91;')  # no link in Markdown
+    return [f'<details><summary>{text}</summary>', *parts, '</details>']
 
 
 def write_page(path: Path, title: str, parts: Iterable[str]) -> None:

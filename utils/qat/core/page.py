@@ -46,7 +46,7 @@ BLOCK = re.compile(r'((```+)\n.*?\n\2|.+?)(?:\n\n|\Z)', re.DOTALL)
 
 def fold(title: str, *parts: str) -> list[str]:
     """Make parts that a reader opens by a click on the title."""
-    text = html.escape(visible(title)).replace('[', '&#91;')  # no link in Markdown
+    text = html.escape(visible(title)).replace('](', ']&#40;')  # no link in Markdown
     return [f'<details><summary>{text}</summary>', *parts, '</details>']
 
 

@@ -82,7 +82,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
     from models.quantize.checkpoint import CheckpointFile
     from utils.qat.backends.pytorch import TorchModel
-    from utils.qat.benchmark.model_files import give_sizes, read_model_files
+    from utils.qat.benchmark.model_files import give_sizes, read_model_files, with_float_beside
     from utils.qat.benchmark.report import disturbance, write_benchmark
     from utils.qat.benchmark.run import run_in_groups, score
     from utils.qat.benchmark.sweep import measurements_of
@@ -97,7 +97,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     if config.files != config.models:
         require_file(config.files[0], '--baseline')
     device = select_device(config.device, exact=False)
-    models = read_model_files(config.files, lambda file: CheckpointFile(file).kind)
+    files = with_float_beside(config.files)
+    models = read_model_files(files, lambda file: CheckpointFile(file).kind)
     give_sizes(models, open_checkpoint)
     if config.data:
         known = {load_task(model.task) for model in models if model.task in TASKS}

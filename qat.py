@@ -151,7 +151,14 @@ def sensitive(config: SensitiveConfig, folder: Path | None) -> None:
     from models.quantize.run.run import open_inputs
     from utils.qat.core.machine import versions
     from utils.qat.evaluation.chance import in_words
-    from utils.qat.run.sensitivity_summary import FILE, change_in, summary_table, write_summary
+    from utils.qat.run.sensitivity_summary import (
+        FILE,
+        change_in,
+        nothing_lost,
+        options_for,
+        summary_table,
+        write_summary,
+    )
 
     inputs = open_inputs(config)
     config = inputs.config
@@ -186,20 +193,19 @@ def sensitive(config: SensitiveConfig, folder: Path | None) -> None:
     }
     own = {f.name for f in fields(FolderConfig)}
     shared = {name: value for name, value in vars(config).items() if name not in own}
-    following = command(
-        *('qat.py', 'quantize', *command_words(shared, QuantizeConfig)),
-        *('--sensitive', folder / FILE, '--max-drop', 0.2),
-    )
+    options = [folder / FILE if word == FILE else word for word in options_for(summary)]
+    following = command('qat.py', 'quantize', *command_words(shared, QuantizeConfig), *options)
     on_first(write_summary)(folder, summary, inputs.task, following)
     LOGGER.info('  '.join(f'{k} {v:.1f} s' for k, v in times.items()))
     if 'against_float' in found['int8']:
         LOGGER.info(
             f'all {change_in(summary)} against float: {in_words(found["int8"]["against_float"], inputs.task.metrics.choosing()[1])} on these {summary["images"]} images'
         )
-    LOGGER.log(
-        RESULT,
-        f'\n{summary["images"]} images {inputs.task.seen_as(config.imgsz, True)}\n\n{summary_table(summary, inputs.task, 10)}\n',
+    said = (
+        f'{summary["images"]} images {inputs.task.seen_as(config.imgsz, True)}',
+        summary_table(summary, inputs.task, 10),
     )
+    LOGGER.log(RESULT, '\n' + '\n\n'.join(filter(None, (*said, nothing_lost(summary)))) + '\n')
     finish(following, summary=folder / FILE, report=folder / 'sensitivity.md')
 
 

@@ -161,7 +161,7 @@ symmetric-padding=1
 
 
 class DeepStream(Format):
-    """MODEL.pt.onnx beside the checkpoint, and labels.txt and the configuration in the current folder; with --project all three there."""
+    """MODEL.pt.onnx, labels.txt and the configuration, beside the checkpoint or in --project."""
 
     name = 'deepstream'
 
@@ -196,7 +196,7 @@ class DeepStream(Format):
             LABELS: ''.join(f'{name}\n' for name in names),
             plugin.config: deepstream_config(path.name, len(names), config.batch_size, export.int8, plugin),
         }
-        folder = config.project or Path()
+        folder = path.parent
         for file, text in texts.items():
             require_own(folder / file, text)
         done = write_onnx(export, path, half, self.layout(export))

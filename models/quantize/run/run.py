@@ -184,10 +184,14 @@ class Run(Inputs):
         on_first(write_report)(self.folder, self.state, self.task, finished)
 
     def copy(self, file: str, *copies: str) -> None:
-        """Copy a file in the folder."""
+        """Give a file in the folder further names, or copy it where the disk has no hard links."""
         for copy in copies if is_first() else ():
             with atomic(self.folder / copy) as tmp:
-                shutil.copyfile(self.folder / file, tmp)
+                tmp.unlink(missing_ok=True)  # of a killed process
+                try:
+                    os.link(self.folder / file, tmp)
+                except OSError:
+                    shutil.copyfile(self.folder / file, tmp)
 
     def finish(self) -> None:
         """Write the last report, and delete the state."""

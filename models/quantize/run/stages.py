@@ -17,6 +17,7 @@ from models.quantize.calibration.ptq import calibrated
 from models.quantize.finetuning.loop import Epoch, UnfitState, finetune
 from models.quantize.kept import Kept, within_budget
 from models.quantize.plan import adaptation, fine_tuning
+from models.quantize.run.duration import announce
 from models.quantize.run.run import UNSCORED, Run
 from models.quantize.run.scorer import points_lost_by, score, score_float
 from utils.qat.core.log import LOGGER, bar
@@ -28,6 +29,7 @@ from utils.qat.run.state import ADAPTED, BEST, EPOCH, PTQ, Stage, unfit_state
 def run_stages(run: Run) -> None:
     """Do what is left of a run, and write its last report."""
     state = run.state
+    announce(run)
     if run.calibration and not state.ptq:
         if (run.config.eval_origin or run.config.max_drop is not None) and not state.origin:
             state.origin = score_float(run, state.chosen_on)

@@ -126,15 +126,15 @@ def row(given, backend='ONNX Runtime', precision='fp32', batch=1, size=(64, 64))
     return {'given': given, 'backend': backend, 'precision': precision, 'batch': batch, 'imgsz': size}
 
 
-def result(backend, precision, batch, ms, size=(64, 64), types=None):
+def result(backend, precision, batch, ms, size=(64, 64), types=None, model=None):
     """A plain result of so many ms per query, as far as tables and speed_conclusions read it."""
     return {
         **row(f'{precision}.onnx', backend, precision, batch, size),
-        'model': f'{precision}.onnx',
+        'model': model or f'{precision}.onnx',
         'types': types or precision.upper(),
         'open_batch': True,
         'against': None,
-        'latency': {'median': ms},
+        'latency': {'min': ms, 'median': ms, 'p90': ms},
         'images_per_s': 1000 * batch / ms,
         'h2d': None,
         'compute': {'median': ms},
@@ -160,14 +160,19 @@ def test_int8_is_compared_with_the_fastest_float_precision():
     ]
     lines = [[cell.strip() for cell in line.strip('|').split('|')] for line in precision_table(results).splitlines()]
     assert lines[0][3:] == [
-        *('FP32 (ms)', 'BF16 (ms)', 'INT8 (ms)', 'speed-up'),
-        *('FP32 (images/s)', 'BF16 (images/s)', 'INT8 (images/s)', 'speed-up'),
+        *('FP32 (ms)', 'BF16 (ms)', 'INT8 (ms)', 'latency speed-up'),
+        *('FP32 (images/s)', 'BF16 (images/s)', 'INT8 (images/s)', 'images/s speed-up'),
     ]
     assert lines[2:] == [
         ['64 px', 'OpenVINO', '1', '80', '40', '40', '1.00', '12.5', '25.0', '25.0', '1.00'],
         ['64 px', 'OpenVINO', '4', '-', '160', '80', '2.00', '-', '25.0', '50.0', '2.00'],
         ['64 px', 'ONNX Runtime', '1', '50', '-', '-', '-', '20.0', '-', '-', '-'],
     ]
+    several = [*results[:3], result('OpenVINO', 'int8', 1, 32.0, model='other.onnx')]
+    said = [line.partition(' the fastest')[0] for line in speed_conclusions(several)]
+    assert said[:2] == ['In OpenVINO, other.onnx against', 'In OpenVINO, int8.onnx against']
+    lines = [[cell.strip() for cell in line.strip('|').split('|')] for line in precision_table(several).splitlines()]
+    assert [(line[3], line[7]) for line in lines[2:]] == [('int8.onnx', '1.00'), ('other.onnx', '1.25')]
     assert precision_table(results[:1]) == '' and len(speed_conclusions(results[:1])) == 1
 
 

@@ -27,7 +27,7 @@ from onnx import TensorProto
 
 from models.quantize.checkpoint import CheckpointFile
 from utils.qat.backends.pytorch import TorchModel
-from utils.qat.benchmark.model_files import give_sizes, read_model_files, shapes_of
+from utils.qat.benchmark.model_files import give_sizes, read_model_files, shapes_of, with_float_beside
 from utils.qat.benchmark.run import LEAST_QUERIES, TURNS
 from utils.qat.benchmark.sweep import measurements_of
 from utils.qat.benchmark.timing import HostEvent, Timing, in_line, statistics
@@ -151,6 +151,21 @@ def test_parameters_are_those_of_the_module(files, small):
 
 
 @needs_openvino
+def test_a_single_int8_file_is_compared_with_the_float_file_beside_it(files, tmp_path):
+    """If there is one, with the same inputs; of several none is chosen, and what is no model is passed by."""
+
+    def names():
+        return [file.name for file in with_float_beside([tmp_path / 'int8.onnx'])]
+
+    shutil.copy(files / 'int8.onnx', tmp_path)
+    (tmp_path / 'broken.onnx').write_bytes(b'no model')
+    assert names() == ['int8.onnx']
+    shutil.copy(files / 'float.onnx', tmp_path)
+    assert names() == ['float.onnx', 'int8.onnx']
+    shutil.copy(files / 'float.onnx', tmp_path / 'another.onnx')
+    assert names() == ['int8.onnx']
+
+
 @pytest.mark.parametrize('name', ['float', 'int8', 'net'])
 def test_a_file_of_openvino_is_described_as_the_onnx_file_that_it_was_made_of(files, tmp_path, name):
     write_ir(onnx.load(files / f'{name}.onnx'), tmp_path / f'{name}.xml')

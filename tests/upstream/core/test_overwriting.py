@@ -33,8 +33,8 @@ from utils.qat.core.files import MADE_BY
 RUN = '--project . --name run --exist-ok'
 OF_SINGLE, OF_QUANTIZED = (f'--weights {{{name}}} --data {{data}} {RUN}' for name in ('single', 'quantized'))
 CHOSEN = {  # a file of the user's in the way → the command; each name that a command chooses by itself
-    'labels.txt': 'export_yoloV9.py -w {single} -s 64',
-    'config_infer_primary_yoloV9.txt': 'export_yoloV9.py -w {single} -s 64',
+    'labels.txt': 'export_yoloV9.py -w {single} -s 64 --project .',
+    'config_infer_primary_yoloV9.txt': 'export_yoloV9.py -w {single} -s 64 --project .',
     'run/weights/qat_best_single.pt': f'qat.py quantize {OF_SINGLE}',
     'run/report.md': f'qat.py quantize {OF_SINGLE}',
     'run/.lock': f'qat.py quantize {OF_SINGLE}',

@@ -81,8 +81,8 @@ def end2end(found, most=100):
 
 def detected(file, path, conf=CONF):
     """Detections of the command in an image: [n, 6] in pixels of the image."""
-    config = InferConfig(file, Path(path), conf_thres=conf, iou_thres=IOU, device='cpu')
-    model = client.open_model(config, CPU)
+    config = InferConfig((file,), Path(path), conf_thres=conf, iou_thres=IOU, device='cpu')
+    model = client.open_model(file, None, CPU)
     rows, masks, skipped = client.detections(model, cv2.imread(str(path)), (SIZE, SIZE), config)
     assert not masks and not skipped
     return np.float32(rows).reshape(-1, 6)
@@ -239,6 +239,19 @@ def test_the_command_prints_and_draws(start, files, evaluated, tmp_path):
         assert drawn.shape == image.shape and (len(found) == 0 or np.abs(drawn.astype(int) - image).max() > 60)
 
 
+def test_several_models_have_a_folder_each(start, files, evaluated, tmp_path):
+    """And the same models under one name as well."""
+    shutil.copytree(files / 'images', tmp_path / 'images')
+    (tmp_path / 'other').mkdir()
+    for name in ('a.onnx', 'other/a.onnx'):
+        shutil.copy(files / 'plain.onnx', tmp_path / name)
+    said, _ = start('a.onnx', 'other/a.onnx', 'images', '--save')
+    first, second = said.split('\nother/a.onnx\n')
+    assert first.partition(' images')[0].split('a.onnx\n')[1] == second.partition(' images')[0]
+    for folder in ('a.onnx', 'other_a.onnx'):
+        assert {f.name for f in (tmp_path / 'runs/infer' / folder).iterdir()} == {Path(p).name for p, *_ in evaluated}
+
+
 def test_a_checkpoint_is_a_model_too(small, files):
     image = next((files / 'images').iterdir())
     assert re.search(r'\d+ detections in 1 images', run(small.single, image, '--imgsz', SIZE))
@@ -318,8 +331,8 @@ def copied(tmp_path_factory):
 
 def test_the_client_of_the_docs_finds_what_the_command_finds(files, evaluated, copied):
     assert len([line for line in (copied / 'client.py').read_text().splitlines() if line.strip()]) <= 32
-    config = InferConfig(files / 'plain.onnx', files, device='cpu')
-    model, number = client.open_model(config, CPU), 0
+    config = InferConfig((files / 'plain.onnx',), files, device='cpu')
+    model, number = client.open_model(files / 'plain.onnx', None, CPU), 0
     for path, *_ in evaluated:
         rows, *_ = client.detections(model, cv2.imread(path), (SIZE, SIZE), config)
         theirs = [f'{int(n)} {score:.3f}  {" ".join(f"{x:.1f}" for x in box)}' for *box, score, n in rows]

@@ -168,17 +168,16 @@ COMMANDS = {  # checkpoint → flags, what is said, and network-mode
 
 @pytest.mark.parametrize('kind', COMMANDS)
 def test_the_command(small, tmp_path, monkeypatch, capsys, kind):
-    """Files have the names and places that DeepStream-Yolo's own script gives them."""
-    (arguments, says, mode), weights, here = COMMANDS[kind], tmp_path / 'models/yolov9 é.pt', tmp_path / 'here'
-    weights.parent.mkdir()
+    """Files have the names that DeepStream-Yolo's own script gives them, and lie beside the checkpoint."""
+    (arguments, says, mode), weights, here = COMMANDS[kind], tmp_path / 'models/yolov9 é.pt', tmp_path / 'models'
     here.mkdir()
     weights.write_bytes(getattr(small, kind).read_bytes())
-    monkeypatch.chdir(here)
+    monkeypatch.chdir(tmp_path)
     assert run_command(export_yolov9, ['--weights' if kind == 'quantized' else '-w', str(weights), *arguments]) == 0
     said = capsys.readouterr().out
     assert [text for text in (*says, 'head DDetect\n') if text not in said] == []
-    assert [p.name for p in weights.parent.iterdir() if p != weights] == ['yolov9 é.pt.onnx']
-    assert {p.name for p in here.iterdir()} == {'labels.txt', 'config_infer_primary_yoloV9.txt'}
+    made = {'yolov9 é.pt.onnx', 'labels.txt', 'config_infer_primary_yoloV9.txt'}
+    assert {p.name for p in here.iterdir()} == {weights.name, *made} and [*tmp_path.iterdir()] == [here]
     assert (here / 'labels.txt').read_text(encoding='utf-8') == ''.join(f'{digit}\n' for digit in range(10))
     settings, _ = settings_of((here / 'config_infer_primary_yoloV9.txt').read_text(encoding='utf-8'))
     graph = onnx.load(f'{weights}.onnx')

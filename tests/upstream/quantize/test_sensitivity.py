@@ -27,7 +27,7 @@ from utils.qat.core.log import unshown
 from utils.qat.data.dataset import load_data
 from utils.qat.data.loaders import Loaders, channels_last
 from utils.qat.graph.audit import audit
-from utils.qat.run.sensitivity_summary import FILE, summary_table, worst
+from utils.qat.run.sensitivity_summary import FILE, nothing_lost, options_for, summary_table, worst
 
 CPU = torch.device('cpu')
 
@@ -307,6 +307,19 @@ def test_a_short_table_has_the_measured_units_first():
     assert '| a ' in first and '| b ' not in first and whole.index('| b ') < whole.index('| a ')
 
 
+@pytest.mark.parametrize(
+    'difference, chance, budget',
+    [(-0.01, 0.002, 0.2), (-0.001, 0.0005, 0.05), (-0.0001, 0, 0.0), (-0.01, 0.02, None), (0.01, 0.002, None)],
+)
+def test_the_recommended_budget_is_below_what_is_lost(difference, chance, budget):
+    """And there is none where chance explains the loss."""
+    lost = {'against_float': {'difference': difference, 'chance': chance}}
+    summary = {'int8': lost, 'settings': {'activation': 'keep'}}
+    assert options_for(summary) == ([] if budget is None else ['--sensitive', FILE, '--max-drop', budget])
+    assert bool(nothing_lost(summary)) == (budget is None)
+    assert options_for({**summary, 'int8': {}})[-2:] == ['--keep-float', 1], 'without AP'
+
+
 @pytest.fixture(scope='module')
 def analysed(demo, damaged):
     """The folder with the analysis of the damaged model."""
@@ -335,7 +348,9 @@ def test_what_an_analysis_leaves(analysed):
         assert f'| {unit["unit"]} ' in table
         assert {'kind', 'flops', 'parameters', 'estimated', 'ranges'} <= unit.keys() and unit['ranges']
     assert sum(u['flops'] for u in summary['units']) < summary['flops']
-    assert (analysed / 'log.txt').read_text().count('model.14 ') == 1, 'the ten worst are shown'
+    log = (analysed / 'log.txt').read_text()
+    assert log.count('model.14 ') == 1, 'the ten worst are shown'
+    assert f'--sensitive {analysed / FILE} --max-drop 0.2' in log
 
 
 def test_the_budget_is_kept_where_int8_does_not_keep_it(demo, damaged, analysed, tmp_path):

@@ -1,6 +1,7 @@
 """Laws of exchanged activation functions: which are exchanged, how near the polynomial is, and what files and runs know of them."""
 
 import json
+import re
 import shutil
 from copy import deepcopy
 from itertools import islice
@@ -291,7 +292,8 @@ def run(small, tmp_path_factory):
     """The folder of a run with ReLU, to its end."""
     folder = tmp_path_factory.mktemp('runs')
     said = command(*quantize(small, folder, 2, 1, '--name', 'a'))
-    assert 'float with relu' in said
+    assert 'float with relu' in said and '--activation relu: the model learns it from your labels' in said
+    assert re.search(r'--activation-epochs \d+ will take about \d+ ', said)
     return folder / 'a'
 
 

@@ -187,11 +187,14 @@ def test_files_of_a_run(job):
     exports = {file.name for file in (job.run / 'weights').glob('*best_single*') if file.suffix != '.pt'}
     assert {file.name for file in (job.run / 'weights').iterdir()} == {*models, *exports}
     assert same_files(job.run / 'weights/best.pt', job.best)
+    assert (job.run / 'weights/best.pt').stat().st_ino == job.best.stat().st_ino, 'stored once'
     files = {'.lock', *job.pictures, 'log.txt', 'report.json', 'report.md', 'weights'}
     assert {file.name for file in job.run.iterdir()} == files and (job.run / job.pictures[0]).stat().st_size > 5000
     assert report['images'] == job.images and report['settings']['seed'] == 57
     assert torch.__version__.startswith(report['versions']['torch']) and report['origin'][figure] > 0.2
-    assert 'QAT epoch 1' in text and 'PTQ' in (job.run / 'log.txt').read_text()
+    log = (job.run / 'log.txt').read_text()
+    assert 'QAT epoch 1' in text and 'PTQ' in log
+    assert log.index(f'--epochs {len(epochs)} will take about') < log.index('calibration took') and '--epochs 0, ' in log
     if job.task != 'segment':  # which chooses by boxes and masks, on images held out
         assert report['chosen_on'] == 'val' and report['val'] is None
         assert report['best'][figure] == max(e[figure] for e in (report['ptq'], *report['epochs']))

@@ -322,12 +322,16 @@ class VerifyConfig(FolderConfig):
 class InferConfig(FolderConfig):
     """Settings of `scripts/infer_onnx.py`."""
 
-    model: Path = option(MISSING, 'checkpoint (.pt) or exported file', metavar='MODEL', positional=True)
+    models: tuple[Path, ...] = option(
+        MISSING, 'one or more checkpoints (.pt) or exported files', metavar='MODEL', positional=True
+    )
     images: Path = option(
         MISSING, 'an image, or a folder: all images in it and in its folders', metavar='IMAGE|FOLDER', positional=True
     )
     _: KW_ONLY
-    save: bool = option(False, 'draw the detections into copies of the images, in PROJECT/NAME')
+    save: bool = option(
+        False, 'draw the detections into copies of the images, in PROJECT/NAME; of several models in a folder each'
+    )
     imgsz: Sides | None = image_sides('that of the file or of the quantization, else 640')
     conf_thres: float = scores(0.25, 'lowest score; a file with NMS inside has one of its own besides', allowed=SHARE)
     iou_thres: float = scores(0.45, 'IoU above which NMS drops a box; not of a file with NMS inside', allowed=SHARE)

@@ -37,6 +37,14 @@ def cut(text: str) -> str:
     return text if len(text) <= LONGEST else f'{text[: LONGEST * 3 // 4]} … {text[-LONGEST // 4 :]}'
 
 
+def in_words(seconds: float) -> str:
+    """Format a time as a person says it."""
+    for limit, unit, name in ((100, 1, 's'), (6000, 60, 'min')):
+        if seconds < limit:
+            return f'{max(seconds / unit, 1):.0f} {name}'
+    return f'{seconds / 3600:.1f} h'
+
+
 class Markdown(str):
     """Text that is Markdown already: as a cell of a table it is not escaped."""
 

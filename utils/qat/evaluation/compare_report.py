@@ -15,7 +15,7 @@ from utils.qat.config.tasks import Task
 from utils.qat.core.files import distinct_names, sha256, write_document, write_json, write_picture
 from utils.qat.core.machine import machine_table, versions
 from utils.qat.core.text import escaped, image, literal, markdown_table
-from utils.qat.evaluation.score_tables import bar_places
+from utils.qat.evaluation.score_tables import PALE, bar_places
 from utils.qat.evaluation.side_by_side import Example, example_table, plot_example
 
 
@@ -120,7 +120,7 @@ def plot_ranks(path: Path, comparisons: dict[str, dict[str, Any]]) -> None:
         if detectors:
             label += f': {comparison["matched"] or 0:.1%} of the top {top} have their match at any rank'
         left.bar(places, [r['score_error'] or 0 for r in ranks], width, color=f'C{i}', label=label)
-        right.bar(places, [r['disagreement'] or 0 for r in ranks], width, color=f'C{i}', alpha=0.35 if detectors else 1)
+        right.bar(places, [r['disagreement'] or 0 for r in ranks], width, color=f'C{i}', alpha=PALE if detectors else 1)
         if detectors:
             right.bar(places, [r['unmatched'] or 0 for r in ranks], width, color=f'C{i}')
     left.set_ylabel('mean difference of score')

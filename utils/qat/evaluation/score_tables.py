@@ -6,9 +6,11 @@ from typing import Any
 
 from utils.qat.core.files import write_picture
 from utils.qat.core.text import literal, markdown_table
+from utils.qat.evaluation.chance import UNKNOWN
 from utils.qat.evaluation.metrics import DetectionMetrics, Metrics
 
 MOST = 80  # classes in a picture
+PALE = 0.55  # opacity of the lighter part of a bar
 
 
 class Columns:
@@ -62,6 +64,20 @@ def class_table(metrics: Metrics) -> str:
     rows = [['all', getattr(metrics, counted), *columns.cells(metrics)]]
     rows += [[c['name'], c[counted], *columns.cells(c)] for c in metrics.per_class]
     return markdown_table(('class', counted, *columns.titles), rows)
+
+
+def interval_table(models: Mapping[str, Metrics]) -> str:
+    """Format AP, or top-1, of each class by each model, with its interval; the first model has all classes."""
+    first = next(iter(models.values()))
+    (key, title), counted = first.choosing(), first.counted
+
+    def cell(row: Mapping[str, Any]) -> str:
+        chance = '?' if row.get('chance') == UNKNOWN else f'{row.get("chance", 0):.4f}'
+        return f'{row[key]:.4f} ± {chance}' if row else '-'
+
+    of_class = [{row['class']: row for row in metrics.per_class} for metrics in models.values()]
+    rows = [(r['name'], r[counted], *(cell(of.get(r['class'], {})) for of in of_class)) for r in first.per_class]
+    return markdown_table(('class', counted, *(f'{title}, {name}' for name in models)), rows)
 
 
 def bar_places(places: Iterable[float], model: int, models: int) -> tuple[list[float], float]:

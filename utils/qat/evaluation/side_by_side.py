@@ -234,14 +234,19 @@ def plot_example(path: Path, example: Example, models: Sequence[str]) -> None:
 
 
 def _draw_box(axes: Axes, found: Found, mark: str, labels: list[tuple[float, float]]) -> None:
-    """Draw a box and its rank, to the right of other labels at the same corner, and add its place to `labels`."""
+    """Draw a box and its rank, beside other labels at the same corner and inside the picture, and add its place to `labels`."""
     x1, y1, x2, y2 = found.box or [0.0] * 4
     strong = mark != SAME
     style: dict[str, Any] = {'linewidth': 2.2 if strong else 1.2, 'linestyle': '--' if mark == LOST else '-'}
     axes.add_patch(Rectangle((x1, y1), x2 - x1, y2 - y1, fill=False, edgecolor=COLOURS[mark], **style))
-    x, size = x1, LABEL * max(axes.get_xlim()[1], axes.get_ylim()[0])
+    width = axes.get_xlim()[1]
+    size = LABEL * max(width, axes.get_ylim()[0])
+    x = min(x1, width - size)
+    step = (
+        size / 4 if x < width / 2 else -size / 4
+    )  # towards the middle: what leaves the picture is hidden by the next one
     while any(abs(x - other_x) < size and abs(y1 - other_y) < size for other_x, other_y in labels):
-        x += size / 4
+        x += step
     labels.append((x, y1))
     box = {'facecolor': COLOURS[mark], 'edgecolor': 'none', 'pad': 1}
     axes.text(x, y1, str(found.rank), fontsize=7, color='white', va='bottom' if y1 > 20 else 'top', bbox=box)

@@ -14,7 +14,7 @@ from utils.qat.core.errors import QatError, reporting
 from utils.qat.core.files import require_file, write_document, write_json, write_picture
 from utils.qat.core.machine import PACKAGES
 from utils.qat.core.text import escaped, image, literal, markdown_table, visible
-from utils.qat.evaluation.chance import RESAMPLES, in_points, in_words
+from utils.qat.evaluation.chance import RESAMPLES, in_points, in_words, points_lost
 from utils.qat.evaluation.metrics import METRICS, DetectionMetrics
 from utils.qat.run.resume import json_kinds
 from utils.qat.untrusted.json_schema import (
@@ -35,6 +35,11 @@ from utils.qat.untrusted.json_schema import (
 )
 from utils.qat.vendors.vendor import Target
 
+BUDGET = 0.2  # points of AP
+DIVERGENCE = (
+    'Divergence of the results from the float model, without a unit, 0 = the same: estimated, then of ten units measured, '
+    'alone and with all units but this one.'
+)
 FILE, KIND, VERSION = 'summary-sensitive-analysis.json', 'yolov9-qat sensitivity', 2  # since 2 with --activation
 MEASURED = {
     'divergence': NUMBER,
@@ -169,40 +174,58 @@ def worst(summary: dict[str, Any]) -> list[dict[str, Any]]:
     return sorted(summary['units'], key=lambda u: -u['distortion'])
 
 
+def options_for(summary: dict[str, Any]) -> list[object]:
+    """Choose the options of `quantize` with which units stay, or none: [] if the images show no loss."""
+    whole = summary['int8'].get('against_float')
+    if whole is None:  # without AP there is no budget
+        return ['--sensitive', FILE, '--keep-float', 1]
+    lost = points_lost(whole)
+    return ['--sensitive', FILE, '--max-drop', min(BUDGET, int(50 * lost) / 100)] if lost > 0 else []
+
+
+def nothing_lost(summary: dict[str, Any]) -> str:
+    """Say that no unit has to stay; '' if one has, or if AP was not measured."""
+    needed = options_for(summary)
+    return (
+        ''
+        if needed
+        else f'On these images all units {change_in(summary)} lose nothing beyond chance: none has to stay.'
+    )
+
+
 def summary_table(summary: dict[str, Any], task: Task, limit: int | None = None) -> str:
     """Format the units of the largest distortion, at most `limit`, the measured ones first, as a Markdown table."""
+    in_int8 = change_in(summary) == 'in INT8'
 
     def gain(unit: dict[str, Any]) -> str:
         found = (unit['measured'] or {}).get('without', {}).get('against_int8')
         return in_points(found) if found else '-'
 
-    def number(unit: dict[str, Any], way: str) -> str:
-        return f'{unit["measured"][way]["divergence"]:.5f}' if unit['measured'] else '-'
+    def measured(unit: dict[str, Any], way: str) -> str:
+        return f'{unit["measured"][way]["divergence"]:.2g}' if unit['measured'] else '-'
 
     rows = [
         [
             u['unit'],
             u['kind'],
-            f'{u["flops"] / summary["flops"]:.1%}',
-            f'{u["estimated"]["only"]:.5f}',
-            number(u, 'only'),
-            number(u, 'without'),
+            f'{100 * u["flops"] / summary["flops"]:.1f}',
+            f'{u["estimated"]["only"]:.2g}',
+            measured(u, 'only'),
+            measured(u, 'without'),
             gain(u),
         ]
         for u in sorted(worst(summary), key=lambda u: limit is not None and not u['measured'])[:limit]
     ]
-    return markdown_table(
-        (
-            'unit',
-            'kind',
-            'FLOPs' if change_in(summary) == 'in INT8' else 'values',
-            f'only it {change_in(summary)}, estimated',
-            'measured',
-            'all but it',
-            f'{task.metrics.choosing()[1]} points if {"float" if change_in(summary) == "in INT8" else "as it was"}',
-        ),
-        rows,
+    titles = (
+        'unit',
+        'kind',
+        f'{"FLOPs" if in_int8 else "values"} (%)',
+        f'divergence, only it {change_in(summary)}',
+        'measured',
+        'all but it',
+        f'{task.metrics.choosing()[1]} if {"float" if in_int8 else "as it was"} (points)',
     )
+    return f'{markdown_table(titles, rows)}\n\n{DIVERGENCE}'
 
 
 def write_summary(folder: Path, summary: dict[str, Any], task: Task, following: str) -> None:
@@ -213,7 +236,7 @@ def write_summary(folder: Path, summary: dict[str, Any], task: Task, following: 
     lines = [
         f'{len(summary["units"])} units ({settings["granularity"]}), {summary["images"]} images '
         f'{task.seen_as(settings["imgsz"], True)}. Divergence of the {task.found} from '
-        f"the float model's with all {change_in(summary)}: {summary['int8']['divergence']:.5f}."
+        f"the float model's with all {change_in(summary)}: {summary['int8']['divergence']:.2g}."
     ]
     if key in summary['int8']:
         masks = 'mask' in summary['int8']
@@ -233,14 +256,14 @@ def write_summary(folder: Path, summary: dict[str, Any], task: Task, following: 
         else ''
     )
     headline = (
-        f'{first["unit"]} costs most: alone {change_in(summary)} it changes the {task.found} by {first["distortion"]:.5f}, all units together by '
-        f'{whole["divergence"]:.5f}{cost}.'
+        f'{first["unit"]} costs most: alone {change_in(summary)} it changes the {task.found} by {first["distortion"]:.2g}, all units together by '
+        f'{whole["divergence"]:.2g}{cost}.'
     )
     write_document(
         folder / 'sensitivity.md',
         f'Sensitivity of {summary["weights"]}',
         [
-            f'**{escaped(headline)}**',
+            f'**{escaped(" ".join(filter(None, (headline, nothing_lost(summary)))))}**',
             '\n'.join(lines),
             summary_table(summary, task),
             image('distortion of each unit', 'sensitivity.png'),

@@ -14,6 +14,7 @@ from enum import Enum
 from types import ModuleType
 from typing import Any
 
+from utils.qat.config.export import OPSETS
 from utils.qat.config.tables import BACKENDS
 from utils.qat.core.errors import QatError, one_line
 from utils.qat.core.log import LOGGER
@@ -84,6 +85,12 @@ def load_tensorrt(backend: str = 'tensorrt', flag: str = 'TensorRT') -> ModuleTy
         f'{flag}: no {what} here ({"; ".join(failed)}); ./install_dependencies.sh --tensorrt {option} installs it, the '
         'NVIDIA PyTorch container has it. Without it ONNX Runtime evaluates the .onnx: python val_trt.py --weights MODEL.onnx'
     )
+
+
+def reads() -> int:
+    """Return the newest --trt that the installed TensorRT reads. Raises QatError if there is none."""
+    major = int(load_tensorrt().__version__.split('.')[0])
+    return max(version for version in OPSETS if version <= major)
 
 
 def find_trtexec() -> str | None:

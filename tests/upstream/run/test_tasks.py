@@ -194,7 +194,9 @@ def test_files_of_a_run(job):
     assert torch.__version__.startswith(report['versions']['torch']) and report['origin'][figure] > 0.2
     log = (job.run / 'log.txt').read_text()
     assert 'QAT epoch 1' in text and 'PTQ' in log
-    assert log.index(f'--epochs {len(epochs)} will take about') < log.index('calibration took') and '--epochs 0, ' in log
+    assert (
+        log.index(f'--epochs {len(epochs)} will take about') < log.index('calibration took') and '--epochs 0, ' in log
+    )
     if job.task != 'segment':  # which chooses by boxes and masks, on images held out
         assert report['chosen_on'] == 'val' and report['val'] is None
         assert report['best'][figure] == max(e[figure] for e in (report['ptq'], *report['epochs']))

@@ -5,7 +5,7 @@ import contextlib
 import numpy as np
 import onnx
 import pytest
-from helpers.graphs import FLOAT, INT8_BLOCK, copy, graph_of, nchw, run_onnx, with_values
+from helpers.graphs import FLOAT, HALF, INT8_BLOCK, casts, copy, graph_of, nchw, run_onnx, types_of, with_values
 from helpers.tables import rows
 from onnx import TensorProto
 
@@ -15,29 +15,7 @@ from utils.qat.graph.passes import store_int8_weights
 from utils.qat.vendors.onnxruntime.graph import quantize_in_fp32, rounding, rounds_fp16
 from utils.qat.vendors.tensorrt.half import to_half
 
-HALF, INT64 = TensorProto.FLOAT16, TensorProto.INT64
 NP = {FLOAT: np.float32, TensorProto.UINT8: np.uint8}
-
-
-def types_of(model):
-    """{tensor: element type} of a graph without value_info, by ONNX's strict type inference."""
-    bare = copy(model)
-    del bare.graph.value_info[:]
-    graph = onnx.shape_inference.infer_shapes(bare, strict_mode=True, data_prop=True).graph
-    return {
-        **{v.name: v.type.tensor_type.elem_type for v in (*graph.value_info, *graph.input, *graph.output)},
-        **{i.name: i.data_type for i in graph.initializer},
-    }
-
-
-def casts(model):
-    """[(tensor, type)] of every Cast to or from FP16."""
-    types = types_of(model)
-    return [
-        (n.input[0], types[n.output[0]])
-        for n in model.graph.node
-        if n.op_type == 'Cast' and HALF in (types[n.input[0]], types[n.output[0]])
-    ]
 
 
 # ---- graphs made by hand ------------------------------------------------------------------------------------------------

@@ -4,6 +4,7 @@ import ast
 import contextlib
 import math
 import shutil
+from collections import Counter
 from copy import deepcopy
 
 import numpy as np
@@ -11,7 +12,20 @@ import onnx
 import pytest
 import torch
 from helpers.faults import sampled
-from helpers.graphs import assert_same_outputs, copy, dims, graph_of, metadata, run_onnx, unread
+from helpers.graphs import (
+    FLOAT,
+    HALF,
+    assert_same_outputs,
+    between_quantized,
+    casts,
+    copy,
+    dims,
+    graph_of,
+    metadata,
+    run_onnx,
+    types_of,
+    unread,
+)
 from helpers.segmenters import CLASSES, NM, SEGMENTERS, segmenter
 from helpers.tables import named_rows, rows
 from helpers.zoo import FLIPS, SIZE, command, image, output, same, share_of_float, state, tensors
@@ -124,8 +138,25 @@ def test_every_law_on_every_export(small, tmp_path, head, kind, options):
     else:
         assert done.qdq == (0, 0)
 
+    # its types
+    if options.get('half'):
+        assert_half(graph, quantized)
+
     # the model is as it was
     assert same(state(model), before) and same(output(model, image(96)), expected_before)
+
+
+def assert_half(graph, quantized):
+    """All is FP16 up to the decoding but the integers, with Casts at the two ends alone. The images of INT8 are quantized as they come."""
+    types, convs = types_of(graph), [n for n in graph.graph.node if n.op_type == 'Conv']
+    assert Counter(types[n.output[0]] for n in convs) == {HALF: len(convs) - 1, FLOAT: 1}, 'FP32: the DFL'
+    assert [name for name, kind in casts(graph) if kind == HALF] == ([] if quantized else ['images'])
+    decoding = [n for n in graph.graph.node if n.op_type in ('Softmax', 'Div', 'Sub')]
+    assert {types[n.output[0]] for n in decoding} <= {FLOAT, TensorProto.INT64}
+    assert {types[n.output[0]] for n in graph.graph.node if n.op_type == 'Resize'} <= {HALF}
+    between = between_quantized(graph.graph.node)
+    assert {types[o] for n in between for o in n.output} <= {HALF, TensorProto.INT8, TensorProto.INT64}
+    assert not quantized or {'Conv', 'Mul', 'Sigmoid', 'Add', 'Concat'} <= {n.op_type for n in between}
 
 
 def scales_of(graph):

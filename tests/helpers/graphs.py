@@ -11,7 +11,7 @@ from onnx import TensorProto, helper, numpy_helper
 from utils.qat.core.machine import onnx_options
 from utils.qat.vendors.onnxruntime.graph import rounding
 
-FLOAT = TensorProto.FLOAT
+FLOAT, HALF = TensorProto.FLOAT, TensorProto.FLOAT16
 
 
 def nodes_of(text, scale='scale', zero='zero'):
@@ -171,6 +171,27 @@ def unread(model):
 
 def metadata(model):
     return {p.key: p.value for p in model.metadata_props}
+
+
+def types_of(model):
+    """{tensor: element type} of a graph without value_info, by ONNX's strict type inference."""
+    bare = copy(model)
+    del bare.graph.value_info[:]
+    graph = onnx.shape_inference.infer_shapes(bare, strict_mode=True, data_prop=True).graph
+    return {
+        **{v.name: v.type.tensor_type.elem_type for v in (*graph.value_info, *graph.input, *graph.output)},
+        **{i.name: i.data_type for i in graph.initializer},
+    }
+
+
+def casts(model):
+    """[(tensor, type)] of every Cast to or from FP16."""
+    types = types_of(model)
+    return [
+        (n.input[0], types[n.output[0]])
+        for n in model.graph.node
+        if n.op_type == 'Cast' and HALF in (types[n.input[0]], types[n.output[0]])
+    ]
 
 
 def run_onnx(model, feeds):

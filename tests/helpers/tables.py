@@ -1,5 +1,7 @@
 """Tables that are texts, a row a line: cases of a test that are read as they are typed."""
 
+import re
+
 import pytest
 
 
@@ -11,7 +13,7 @@ def rows(text):
             lines[-1] += f' {line.strip()}'
         elif line[0] != '#':
             lines.append(line)
-    return [[cell.strip() for cell in f'{line} '.split(' | ')] for line in lines]
+    return [[cell.strip() for cell in re.split(r'\s\|(?=\s)', f'{line} ')] for line in lines]
 
 
 def named_rows(text, *kinds):

@@ -10,6 +10,7 @@ import importlib.util
 import json
 import re
 import subprocess
+import sys
 from itertools import pairwise
 
 import pytest
@@ -487,6 +488,15 @@ def test_files_of_the_command(tmp_path, graphviz):
     assert 'Fontconfig warning' not in out and '3 findings' in out and 'v1.2.svg' in out
 
 
+def test_default_names_and_folders(tmp_path, graphviz):
+    layers, _ = write(tmp_path, GOOD)
+    main = program('scripts/draw_engine.py').main
+    (tmp_path / 'folder').mkdir()
+    for options, folder in (([], tmp_path), (['--output', str(tmp_path / 'folder')], tmp_path / 'folder')):
+        assert not main(['--layer', str(layers), *options])
+        assert {f'layers.{suffix}' for suffix in ('csv', 'dot', 'svg', 'png')} <= {p.name for p in folder.iterdir()}
+
+
 @pytest.mark.parametrize('suffix', ['csv', 'dot', 'svg', 'png'])
 def test_only_files_of_an_earlier_drawing_are_replaced(tmp_path, graphviz, capsys, suffix):
     layers, _ = write(tmp_path, GOOD)
@@ -517,6 +527,19 @@ def test_without_graphviz_only_the_pictures_are_missing(tmp_path, monkeypatch, c
     assert 'pip install "pygraphviz' in warning and f'dot -Tsvg -O {tmp_path / "layers.dot"}' in warning
     assert 'layers.svg' not in out
     assert sorted(p.name for p in tmp_path.iterdir()) == ['layers.csv', 'layers.dot', 'layers.json']
+
+
+def test_a_library_of_the_system_is_missing(tmp_path, monkeypatch):
+    """As in a slim container, where pygraphviz is installed and does not import."""
+    (tmp_path / 'pygraphviz.py').write_text(
+        "raise ImportError('libgobject-2.0.so.0: cannot open shared object file: No such file or directory')"
+    )
+    monkeypatch.setattr(sys, 'path', [str(tmp_path), *sys.path])
+    monkeypatch.setenv('PYTHONPATH', str(tmp_path))
+    says = r'libgobject-2\.0\.so\.0.*apt-get install libglib2\.0-0 .*, or with a Graphviz of your own: dot '
+    with pytest.raises(QatError, match=says):
+        layer_graph.draw(tmp_path / 'x.dot', [tmp_path / 'x.svg'])
+    assert not list(tmp_path.glob('*.svg*'))
 
 
 def program_main(monkeypatch):

@@ -4,6 +4,7 @@ import ast
 import contextlib
 import math
 import shutil
+from collections import Counter
 from copy import deepcopy
 
 import numpy as np
@@ -11,8 +12,22 @@ import onnx
 import pytest
 import torch
 from helpers.faults import sampled
-from helpers.graphs import assert_same_outputs, copy, dims, graph_of, metadata, run_onnx, unread
+from helpers.graphs import (
+    FLOAT,
+    HALF,
+    assert_same_outputs,
+    between_quantized,
+    casts,
+    copy,
+    dims,
+    graph_of,
+    metadata,
+    run_onnx,
+    types_of,
+    unread,
+)
 from helpers.segmenters import CLASSES, NM, SEGMENTERS, segmenter
+from helpers.tables import named_rows, rows
 from helpers.zoo import FLIPS, SIZE, command, image, output, same, share_of_float, state, tensors
 from onnx import TensorProto, numpy_helper
 
@@ -123,8 +138,25 @@ def test_every_law_on_every_export(small, tmp_path, head, kind, options):
     else:
         assert done.qdq == (0, 0)
 
+    # its types
+    if options.get('half'):
+        assert_half(graph, quantized)
+
     # the model is as it was
     assert same(state(model), before) and same(output(model, image(96)), expected_before)
+
+
+def assert_half(graph, quantized):
+    """All is FP16 up to the decoding but the integers, with Casts at the two ends alone. The images of INT8 are quantized as they come."""
+    types, convs = types_of(graph), [n for n in graph.graph.node if n.op_type == 'Conv']
+    assert Counter(types[n.output[0]] for n in convs) == {HALF: len(convs) - 1, FLOAT: 1}, 'FP32: the DFL'
+    assert [name for name, kind in casts(graph) if kind == HALF] == ([] if quantized else ['images'])
+    decoding = [n for n in graph.graph.node if n.op_type in ('Softmax', 'Div', 'Sub')]
+    assert {types[n.output[0]] for n in decoding} <= {FLOAT, TensorProto.INT64}
+    assert {types[n.output[0]] for n in graph.graph.node if n.op_type == 'Resize'} <= {HALF}
+    between = between_quantized(graph.graph.node)
+    assert {types[o] for n in between for o in n.output} <= {HALF, TensorProto.INT8, TensorProto.INT64}
+    assert not quantized or {'Conv', 'Mul', 'Sigmoid', 'Add', 'Concat'} <= {n.op_type for n in between}
 
 
 def scales_of(graph):
@@ -268,73 +300,39 @@ def test_what_cannot_be_exported_leaves_the_old_file(small, tmp_path, change, op
 # ---- passes, on graphs made by hand -------------------------------------------------------------------------------------
 
 
-def doubled(scale='scale', zero='zero'):
-    """x, quantized twice, the second time by other names. The sum is y."""
-    return f'a = QDQ(x) b = QDQ(x, "{scale}", "{zero}") y = Add(a, b)'
+def numbers(cell):
+    return tuple(map(int, cell.split()))
 
 
-def pooled(side, attributes):
-    """x, quantized, pooled, and quantized again, as SIDE3."""
-    return f'{side}1 = QDQ(x) {side}2 = AveragePool<{attributes}>({side}1) {side}3 = QDQ({side}2)'
-
-
-SUM = 'y = Add(a3, b3)'
+POOL, PAIRS = 'AveragePool<kernel_shape = [2]>', '<axis = 1, num_outputs = 2>(x)'
 PER_CHANNEL = {'ws': np.float32([0.1, 0.2, 0.3]), 'wz': np.zeros(3, np.int8)}
-GRAPHS = {  # name → graph, and the Q and DQ that merging leaves
-    'twice': (graph_of(doubled()), (1, 1)),
-    'equal constants under two names': (graph_of(doubled('same scale', 'same zero')), (1, 1)),
-    'two scales': (graph_of(doubled('other scale')), (2, 2)),
-    'two tensors': (graph_of('r = Relu(x) a = QDQ(x) b = QDQ(r) y = Add(a, b)'), (2, 2)),
-    'one after the other': (graph_of('a = QDQ(x) b = QDQ(a) c = QDQ(a) y = Add(b, c)'), (2, 2)),
-    'two axes': (
-        graph_of(
-            'a = QDQ<axis = 0>(weight, ws, wz) b = QDQ<axis = 1>(weight, ws, wz) c = MatMul(x, a) y = MatMul(c, b)',
-            initializers=PER_CHANNEL,
-        ),
-        (2, 2),
-    ),
-    'constants as nodes': (
-        graph_of(
-            's1 = Constant<value = float {0.1}>() s2 = Constant<value = float {0.1}>()'
-            'a = QDQ(x, s1) b = QDQ(x, s2) y = Add(a, b)'
-        ),
-        (1, 1),
-    ),
-    'identities': (
-        graph_of('i = Identity(x) j = Identity(i) a = QDQ(j) b = QDQ(x) c = Add(a, b) y = Identity(c)'),
-        (2, 2),
-    ),
-    'pooled twice': (
-        graph_of(
-            f'{pooled("a", "kernel_shape = [2]")} {pooled("b", "kernel_shape = [2]")} {SUM}',
-            shape=(2, 3, 5),
-            returns=(2, 3, 4),
-        ),
-        (2, 2),
-    ),
-    'pooled in two ways': (
-        graph_of(
-            ' '.join(
-                pooled(side, f'kernel_shape = [3], pads = [1, 1], count_include_pad = {i}')
-                for i, side in enumerate('ab')
-            )
-            + SUM,
-            shape=(2, 3, 5),
-        ),
-        (3, 3),
-    ),
-    'split twice': (
-        graph_of(
-            'a1, a2 = Split<axis = 1, num_outputs = 2>(x) b1, b2 = Split<axis = 1, num_outputs = 2>(x) y = Add(a1, b2)',
-            shape=(2, 4),
-            returns=(2, 2),
-            opset=18,
-        ),
-        (0, 0),
-    ),
-    'none': (graph_of('y = Relu(x)'), (0, 0)),
-    'two outputs of equal pairs': (graph_of('y = QDQ(x) z = QDQ(x)', outputs=('y', 'z')), (1, 2)),
+# name, nodes, and the Q and DQ that merging leaves; OPTIONS has what graph_of needs besides
+TABLE = f"""
+twice | a = QDQ(x) b = QDQ(x) y = Add(a, b) | 1 1
+equal constants under two names | a = QDQ(x) b = QDQ(x, "same scale", "same zero") y = Add(a, b) | 1 1
+two scales | a = QDQ(x) b = QDQ(x, "other scale") y = Add(a, b) | 2 2
+two tensors | r = Relu(x) a = QDQ(x) b = QDQ(r) y = Add(a, b) | 2 2
+one after the other | a = QDQ(x) b = QDQ(a) c = QDQ(a) y = Add(b, c) | 2 2
+two axes | a = QDQ<axis = 0>(weight, ws, wz) b = QDQ<axis = 1>(weight, ws, wz) c = MatMul(x, a) y = MatMul(c, b) | 2 2
+constants as nodes | s1 = Constant<value = float {{0.1}}>() s2 = Constant<value = float {{0.1}}>()
+    a = QDQ(x, s1) b = QDQ(x, s2) y = Add(a, b) | 1 1
+identities | i = Identity(x) j = Identity(i) a = QDQ(j) b = QDQ(x) c = Add(a, b) y = Identity(c) | 2 2
+pooled twice | a1 = QDQ(x) a2 = {POOL}(a1) a3 = QDQ(a2) b1 = QDQ(x) b2 = {POOL}(b1) b3 = QDQ(b2) y = Add(a3, b3) | 2 2
+pooled in two ways | a1 = QDQ(x) a2 = AveragePool<kernel_shape = [3], pads = [1, 1], count_include_pad = 0>(a1) a3 = QDQ(a2)
+    b1 = QDQ(x) b2 = AveragePool<kernel_shape = [3], pads = [1, 1], count_include_pad = 1>(b1) b3 = QDQ(b2)
+    y = Add(a3, b3) | 3 3
+split twice | a1, a2 = Split{PAIRS} b1, b2 = Split{PAIRS} y = Add(a1, b2) | 0 0
+none | y = Relu(x) | 0 0
+two outputs of equal pairs | y = QDQ(x) z = QDQ(x) | 1 2
+"""
+OPTIONS = {
+    'two axes': {'initializers': PER_CHANNEL},
+    'pooled twice': {'shape': (2, 3, 5), 'returns': (2, 3, 4)},
+    'pooled in two ways': {'shape': (2, 3, 5)},
+    'split twice': {'shape': (2, 4), 'returns': (2, 2), 'opset': 18},
+    'two outputs of equal pairs': {'outputs': ('y', 'z')},
 }
+GRAPHS = {name: (graph_of(text, **OPTIONS.get(name, {})), numbers(left)) for name, text, left in rows(TABLE)}
 
 
 def x_of(model):
@@ -368,7 +366,7 @@ def test_merging_leaves_one_pair_per_tensor_and_scale(name):
     assert onnx_graph.count_qdq(passes.remove_identities(copy(model))) == onnx_graph.count_qdq(model)
 
 
-def moved(made, asked, returns=(1, 2, 4, 4)):
+def moved(made, asked, returns):
     """A graph of the nodes `made`, which read Relu(x) and -x as a and b and make m, with one reader of m per letter of `asked`.
 
     s and o are readers with two scales, f reads in float.
@@ -385,37 +383,29 @@ def moved(made, asked, returns=(1, 2, 4, 4)):
     )
 
 
-CONCAT = 'm = Concat<axis = 1>(a, b)'
-WIDE, TALL = (1, 4, 4, 4), (1, 2, 8, 8)
-MOVED = {  # name → graph, and the pairs before and after
-    'concat': (moved(CONCAT, 's', WIDE), 1, 3),
-    'read twice': (moved(CONCAT, 'ss', WIDE), 2, 4),
-    'two scales': (moved(CONCAT, 'so', WIDE), 2, 2),
-    'read in float too': (moved(CONCAT, 'sf', WIDE), 1, 1),
-    'only in float': (moved(CONCAT, 'f', WIDE), 0, 0),
-    'pools in a row': (
-        moved('p = MaxPool<kernel_shape = [2, 2]>(a) m = MaxPool<kernel_shape = [2, 2]>(p)', 's', (1, 2, 2, 2)),
-        1,
-        3,
-    ),
-    'a pool beside the concat': (
-        moved('p = MaxPool<kernel_shape = [3, 3], pads = [1, 1, 1, 1]>(a) m = Concat<axis = 1>(a, p)', 's', WIDE),
-        1,
-        4,
-    ),
-    'slice': (moved('m = Slice(a, start, end, axis)', 's', (1, 2, 2, 4)), 1, 2),
-    'nearest': (moved('m = Resize<mode = "nearest">(a, "", sizes)', 's', TALL), 1, 2),
-    'linear': (moved('m = Resize<mode = "linear">(a, "", sizes)', 's', TALL), 1, 1),
-    'average': (moved('m = AveragePool<kernel_shape = [1, 1]>(a)', 's'), 1, 1),
-    'its shape is read': (moved(f'{CONCAT} shape = Shape(m)', 's', WIDE), 1, 3),
-    'quantized before': (moved('c = QDQ(a) m = Concat<axis = 1>(c, b)', 's', WIDE), 2, 3),
-    'quantized before, otherwise': (moved('c = QDQ(a, "other scale") m = Concat<axis = 1>(c, b)', 's', WIDE), 2, 4),
-}
+# name, nodes that make m of a and b, its readers, the shape of m, and the pairs before and after
+MOVED = """
+concat | m = Concat<axis = 1>(a, b) | s | 1 4 4 4 | 1 3
+read twice | m = Concat<axis = 1>(a, b) | ss | 1 4 4 4 | 2 4
+two scales | m = Concat<axis = 1>(a, b) | so | 1 4 4 4 | 2 2
+read in float too | m = Concat<axis = 1>(a, b) | sf | 1 4 4 4 | 1 1
+only in float | m = Concat<axis = 1>(a, b) | f | 1 4 4 4 | 0 0
+pools in a row | p = MaxPool<kernel_shape = [2, 2]>(a) m = MaxPool<kernel_shape = [2, 2]>(p) | s | 1 2 2 2 | 1 3
+a pool beside the concat | p = MaxPool<kernel_shape = [3, 3], pads = [1, 1, 1, 1]>(a) m = Concat<axis = 1>(a, p)
+    | s | 1 4 4 4 | 1 4
+slice | m = Slice(a, start, end, axis) | s | 1 2 2 4 | 1 2
+nearest | m = Resize<mode = "nearest">(a, "", sizes) | s | 1 2 8 8 | 1 2
+linear | m = Resize<mode = "linear">(a, "", sizes) | s | 1 2 8 8 | 1 1
+average | m = AveragePool<kernel_shape = [1, 1]>(a) | s | 1 2 4 4 | 1 1
+its shape is read | m = Concat<axis = 1>(a, b) shape = Shape(m) | s | 1 4 4 4 | 1 3
+quantized before | c = QDQ(a) m = Concat<axis = 1>(c, b) | s | 1 4 4 4 | 2 3
+quantized before, otherwise | c = QDQ(a, "other scale") m = Concat<axis = 1>(c, b) | s | 1 4 4 4 | 2 4
+"""
 
 
-@pytest.mark.parametrize('name', MOVED)
-def test_moves_are_quantized_where_one_scale_is_asked_for(name):
-    model, before, after = MOVED[name]
+@pytest.mark.parametrize('made, asked, shape, pairs', named_rows(MOVED, str, str, numbers, numbers))
+def test_moves_are_quantized_where_one_scale_is_asked_for(made, asked, shape, pairs):
+    model, (before, after) = moved(made, asked, shape), pairs
     assert onnx_graph.count_qdq(model) == (before, before)
     once = passes.quantize_moves(copy(model))
     onnx.checker.check_model(once, full_check=True)

@@ -177,39 +177,27 @@ ROWS = {  # what a row is instead
     'hours in a list': [-1, 1, 'SPP', [64, [5, 99_999]]],
     'a border of miles': [-1, 1, 'nn.ZeroPad2d', [[9_999] * 4]],
 }
-ARGUMENTS = (  # of a Conv
-    *(
-        [SPRING, 3, 2],
-        [64, 3, 2, 'exit()'],
-        ['layers', 3, 2],
-        ['nearest', 3, 2],
-        [{'a': 1}, 3],
-        [64, [SPRING]],
-        [b'64', 3],
-    ),
-    *([math.nan, 3], [64, math.inf], [10**30, 3], ['10**10**10', 3], [1] * 1000),
-)
-ACTIVATIONS = (
-    *(
-        SPRING,
-        f'nn.ReLU({SPRING})',
-        'nn.ReLU(inplace=exit())',
-        'nn.Sequential()',
-        'nn.LeakyReLU("0.1")',
-        'nn.ReLU',
-        'nn.ReLU()()',
-    ),
-    *(
-        'nn.ReLU() or exit()',
-        'exit()',
-        'ReLU()',
-        'nn.LeakyReLU(*[0.1])',
-        'nn.LeakyReLU(**{})',
-        'nn.LeakyReLU(9e99)',
-        ' nn.ReLU()',
-    ),
-    *('nn.PReLU(999999999)', 'nn.modules.os.abort()', '(' * 50, 3, ['nn.ReLU()'], ''),
-)
+ARGUMENTS = [[SPRING, 3, 2], [64, 3, 2, 'exit()'], ['layers', 3, 2], ['nearest', 3, 2], [{'a': 1}, 3]]  # of a Conv
+ARGUMENTS += [[64, [SPRING]], [b'64', 3], [math.nan, 3], [64, math.inf], [10**30, 3], ['10**10**10', 3], [1] * 1000]
+ACTIVATIONS = f"""
+{SPRING}
+nn.ReLU({SPRING})
+nn.ReLU(inplace=exit())
+nn.Sequential()
+nn.LeakyReLU("0.1")
+nn.ReLU
+nn.ReLU()()
+nn.ReLU() or exit()
+exit()
+ReLU()
+nn.LeakyReLU(*[0.1])
+nn.LeakyReLU(**{{}})
+nn.LeakyReLU(9e99)
+ nn.ReLU()
+nn.PReLU(999999999)
+nn.modules.os.abort()
+""".strip('\n').splitlines()
+ACTIVATIONS += ['(' * 50, 3, ['nn.ReLU()'], '']
 VALUES = {  # of other keys
     'nc': (SPRING, 0, 10**9, True, 1.5),
     'depth_multiple': (10**9, 'a', math.nan),

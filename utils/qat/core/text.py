@@ -93,6 +93,11 @@ def markdown_table(header: Sequence[object], rows: Iterable[Sequence[object]], r
     return '\n'.join([line(cells[0]), rule, *map(line, cells[1:])])
 
 
+def number(value: float | None, form: str = '.4f') -> str:
+    """Format a number for a table; '-' for None."""
+    return '-' if value is None else format(value, form)
+
+
 def listed(title: str, lines: Sequence[str], limit: int | None) -> list[str]:
     """Make a list of a report: an empty line, the title with the number of `lines`, and the first `limit` of them (None = all)."""
     rest = len(lines) - len(lines[:limit])

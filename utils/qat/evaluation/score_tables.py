@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from utils.qat.core.files import write_picture
-from utils.qat.core.text import literal, markdown_table
+from utils.qat.core.text import literal, markdown_table, number
 from utils.qat.evaluation.chance import UNKNOWN
 from utils.qat.evaluation.metrics import DetectionMetrics, Metrics
 
@@ -32,7 +32,7 @@ class Columns:
 
     def cells(self, scores: Metrics | Mapping[str, Any] | None) -> list[str]:
         """Format scores with four digits; '-' if missing."""
-        return four_digits(self.values(scores))
+        return list(map(number, self.values(scores)))
 
     def differences(self, after: Metrics | None, before: Metrics | None, chance: str = '') -> list[str]:
         """Format the differences of two models in points (0.01); '-' if missing.
@@ -42,11 +42,6 @@ class Columns:
         pairs = zip(self.values(after), self.values(before))
         points = ['-' if a is None or b is None else f'{round(100 * (a - b), 2) + 0.0:+.2f}' for a, b in pairs]
         return [points[0] + chance, *points[1:]]
-
-
-def four_digits(values: Iterable[float | None]) -> list[str]:
-    """Format scores; '-' for None."""
-    return ['-' if value is None else f'{value:.4f}' for value in values]
 
 
 def models_table(names: Sequence[str], models: Sequence[Metrics | None], chances: Sequence[str]) -> str:

@@ -18,7 +18,7 @@ from utils.metrics import box_iou
 
 from utils.qat.config.tasks import Labelled, Task
 from utils.qat.core.files import write_picture
-from utils.qat.core.text import escaped, literal, markdown_table
+from utils.qat.core.text import escaped, literal, markdown_table, number
 from utils.qat.evaluation.compare_detections import SAME_DETECTION, SAME_OBJECT
 
 LABEL = 0.04  # side of a rank in a picture / side of the picture
@@ -100,13 +100,13 @@ def detection_lines(found: Sequence[torch.Tensor], names: Mapping[int, str], top
     first, others = found[0], found[1:]
     lines = [Line(made(first, i), [], []) for i in range(min(top, len(first)))]
     extra = []
-    for number, rows in enumerate(others):
+    for model, rows in enumerate(others):
         pairs, unknown = _counterparts(first, rows)
         for i, line in enumerate(lines):
             j, mark = pairs.get(i, (None, LOST))
             line.others.append(None if j is None else made(rows, j))
             line.marks.append(mark)
-        extra += [_new_line(made(rows, j), number, len(others)) for j in unknown if j < top]
+        extra += [_new_line(made(rows, j), model, len(others)) for j in unknown if j < top]
     return lines + extra
 
 
@@ -173,7 +173,7 @@ def example_table(example: Example, models: Sequence[str]) -> str:
     """Format an example as a Markdown table; the reference is the first of the models."""
 
     def score(found: Found | None) -> str:
-        return f'{found.score:.4f}' if found else '-'
+        return number(found.score if found else None)
 
     rows = []
     for line in example.lines:

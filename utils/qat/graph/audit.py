@@ -13,7 +13,7 @@ from typing import Any
 
 import onnx
 
-from utils.qat.core.text import listed, markdown_table
+from utils.qat.core.text import listed, markdown_table, number
 from utils.qat.graph.audit_rules import CHECKS, CHOICE, DFL, FINDINGS, HEAD, Finding, Rules, float_reason, is_int8
 from utils.qat.graph.onnx_graph import (
     CONVS,
@@ -174,7 +174,7 @@ def audit_text(found: Audit, limit: int | None = None) -> str:
             [
                 what,
                 *('-' if share[k] is None else f'{share[k] / unit:.{digits}f}' for k in ('int8', 'all')),
-                '-' if share['ratio'] is None else f'{share["ratio"]:.1%}',
+                number(share['ratio'], '.1%'),
             ]
         )
     lines += [markdown_table(('INT8 coverage', 'INT8', 'all', 'share'), rows), '']

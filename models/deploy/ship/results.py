@@ -59,16 +59,17 @@ class Results:
 
     def models(self) -> str:
         """Make the table of the models."""
-        columns = Columns(self.float)
-        rows = [
-            [f'{name}, PyTorch', *columns.cells(m), *['-'] * 3]
-            for name, m in (('float', self.float), ('INT8', self.int8))
-        ]
+        columns, size = Columns(self.float), self.plan.config.weights.stat().st_size
+        rows = [['float, PyTorch', *columns.cells(self.float), '-', '-', f'{size / 1e6:.1f}']]
+        rows += [['INT8, PyTorch', *columns.cells(self.int8), '-', '-', '-']]
         for row in self.rows:
             scores = columns.cells(self.in_engine if row is self.of_int8 else None)
             figures = f'{row["latency"]["median"]:.2f}', f'{row["images_per_s"]:.0f}', f'{row["size_bytes"] / 1e6:.1f}'
             rows.append([f'{row["types"]}, {row["backend"]}', *scores, *figures])
-        return markdown_table(('model', *columns.titles, 'ms', 'images/s', 'MB'), rows)
+        titles = 'model', *columns.titles, 'ms', 'images/s', 'MB'
+        shown = [column for column in zip(titles, *rows) if {*column[1:]} != {'-'}]
+        header, *shown = zip(*shown)
+        return markdown_table(header, shown)
 
     def decisions(self) -> str:
         """Tell what was decided and why: the placement, and what the report of `quantize` says of it."""

@@ -50,7 +50,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Write the tables and pictures of the engine, and print its findings."""
     args = parse_args(argv)
 
-    from utils.qat.core.files import write_text
+    from utils.qat.core.files import is_ours, require_ours, write_text
     from utils.qat.vendors.tensorrt.engine import layer_graph, layer_rules, layer_tables
     from utils.qat.vendors.tensorrt.engine.layers import read_engine
 
@@ -58,6 +58,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     prefix = args.output or args.layer.with_suffix('')
     prefix = prefix / args.layer.stem if prefix.is_dir() else prefix
     csv, dot, svg, png = (prefix.with_name(f'{prefix.name}.{suffix}') for suffix in ('csv', 'dot', 'svg', 'png'))
+    if not is_ours(dot):  # the others cannot hold its mark
+        require_ours([csv, dot, svg, png], 'rename it, or give another --output')
     findings = layer_rules.findings(engine)
     LOGGER.log(
         RESULT, f'{args.layer}\n{layer_tables.engine_report(engine, findings, None if is_verbose() else SHOWN)}\n'

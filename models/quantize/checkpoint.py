@@ -35,6 +35,11 @@ from utils.qat.untrusted.torchvision_weights import network_of, network_with, ol
 
 NEEDED = 'give a checkpoint of upstream train.py or train_dual.py'
 ORIGINS = 'ultralytics', 'mit'  # files in origins/, loaded because few checkpoints are of another training
+WRAPPED = {
+    'torch.nn.parallel.': 'parallel',
+    'torch._dynamo.': 'compiled',
+    'torch.nn.utils.prune.': 'masked',
+}  # module → kind
 AGAIN_AS = "torch.save({{'model': {}}}, 'NEW.pt')"
 FORMAT = 2  # since 2 every scale is an FP16 number
 LARGEST_STRIDE = 1024  # pixels; YOLOv9 has 64 at most
@@ -45,8 +50,8 @@ class CheckpointFile:
 
     Attributes:
         kind: 'quantized' (by this toolkit), 'foreign' (of another yolov9-qat tool), 'float' (a YOLOv9 model of any of
-            ORIGINS, or weights of a network of torchvision), 'state_dict' (tensors without a network), 'parallel' or 'masked'
-            (advice follows) or 'other'.
+            ORIGINS, or weights of a network of torchvision), 'state_dict' (tensors without a network), one of WRAPPED (advice
+            follows) or 'other'.
 
     Raises:
         QatError: the file is no torch.save archive (the zip format of PyTorch 1.6 and later). By `load_*`: it has another
@@ -121,6 +126,7 @@ class CheckpointFile:
                     'state_dict': 'has weights without their network (a state_dict); if they are of a network of torchvision, rename the '
                     f'file to its name and .pth, such as resnet50-mine.pth, else {NEEDED}',
                     'parallel': f'was saved inside DataParallel; take the model out: {AGAIN_AS.format("model.module")}',
+                    'compiled': f'was saved compiled; take the model out: {AGAIN_AS.format("model._orig_mod")}',
                     'masked': 'has pruning masks; make them permanent, torch.nn.utils.prune.remove(layer, "weight") for each pruned layer, and save it again',
                     'other': f'holds no YOLOv9 model; {NEEDED}',
                 }[self.kind]
@@ -181,10 +187,9 @@ def _of_torchvision(model: Any) -> bool:
 
 def _kind(names: Iterable[str]) -> str:
     """Tell the kind of a checkpoint by the names in its pickle, see CheckpointFile."""
-    if any(n.startswith('torch.nn.parallel.') for n in names):
-        return 'parallel'
-    if any(n.startswith('torch.nn.utils.prune.') for n in names):
-        return 'masked'
+    for module, kind in WRAPPED.items():
+        if any(n.startswith(module) for n in names):
+            return kind
     if any(n.startswith(TWINS) for n in names):
         return 'quantized'
     if any(n.startswith(('pytorch_quantization.', 'models.quantize')) and not n.startswith(OURS) for n in names):

@@ -81,7 +81,7 @@ OTHERS = {  # command → its arguments, the limit
         '--granularity layer --calib-method max',
         2 * KB,
     ),
-    'qat.py eval': (f'eval --weights QUANTIZED --data DATA {RUN} --workers 0', KB // 2),
+    'qat.py eval': (f'eval --weights QUANTIZED --data DATA {RUN} --workers 0', 2 * KB),
     'compare_outputs.py': (f'SINGLE QUANTIZED --random 1 {RUN}', KB),
     'benchmark_trt.py': (f'SINGLE --batch 1 --duration 0.01 {RUN}', KB),
     'scripts/audit_onnx.py': ('OUT/x.onnx --json OUT/audit.json', KB),

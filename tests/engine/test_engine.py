@@ -279,6 +279,10 @@ def test_the_command(rtx, file):
     assert 'INT8 and FP32' in out and '[4, 4, 4, 4]' in out
     assert re.search(r'(?m)^next: python .*benchmark_trt.py ', out), 'val_trt.py scores YOLOv9 alone'
     assert path.with_suffix('.engine').exists()
+    mine = path.with_suffix('.layer.json')
+    mine.write_text('mine')
+    assert f'{mine}: is there already' in command('scripts/build_engine.py', *words, '--generate-graph', code=2)
+    assert mine.read_text() == 'mine'
 
 
 # ---- which engine fits where --------------------------------------------------------------------------------------------

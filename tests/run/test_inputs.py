@@ -444,6 +444,11 @@ def images_of_32_bits(bench):
     return repainted(bench, lambda image: image[..., 0].astype(np.float32), '.tiff')
 
 
+@case(2, 'none of its 12 images can be used', '(cannot identify image file')
+def images_of_64_bits(bench):
+    return repainted(bench, lambda image: image[..., 0].astype(np.float64), '.tiff')
+
+
 @case(0, 'warning', 'the images for the calibration have no structure')
 def images_of_one_colour(bench):
     return repainted(bench, lambda image: image * 0 + 7, '.png')
@@ -458,6 +463,13 @@ def a_model_that_was_saved_whole(bench):
 @case(2, 'was saved inside DataParallel; take the model out: torch.save(')
 def a_model_in_data_parallel(bench):
     return f'qat.py eval {QAT} --weights {bench.model(torch.nn.DataParallel)} --data {bench.data()}'
+
+
+@case(2, 'was saved compiled; take the model out: torch.save(')
+def a_compiled_model(bench):
+    content = torch.load(bench.model(), weights_only=False)
+    torch.save({'model': torch.compile(content['model'])}, bench.folder / 'model.pt')
+    return f'qat.py eval {QAT} --weights {bench.folder}/model.pt --data {bench.data()}'
 
 
 @case(2, 'has pruning masks; make them permanent, torch.nn.utils.prune.remove(')

@@ -68,20 +68,20 @@ def owner_of(target):
     return (getattr(found, cls) if cls else found), name
 
 
-def deadly(function, number, how):
+def deadly(function, number, how, folder):
     """`function`, whose call `number` is the process's last. how: it dies 'before' the call, 'after' it, or when 'half' of the file is there
-    that the call writes, the last of its arguments that is a Path."""
+    that the call writes, the last of its arguments that is a Path; only the files in `folder` count."""
     calls = 0
 
     def wrapped(*args, **kwargs):
         nonlocal calls
-        calls += 1
+        file = next((a for a in reversed(args) if isinstance(a, Path)), None)
+        calls += how != 'half' or folder in file.parents
         if calls == number and how == 'before':
             os.kill(os.getpid(), signal.SIGKILL)
         result = function(*args, **kwargs)
         if calls == number:
             if how == 'half':
-                file = next(a for a in reversed(args) if isinstance(a, Path))
                 os.truncate(file, file.stat().st_size // 2)
             os.kill(os.getpid(), signal.SIGKILL)
         return result
@@ -90,13 +90,13 @@ def deadly(function, number, how):
 
 
 def run_to_death(argv, target, number, how, log):
-    """qat.py with `argv` in a child process, which must be killed by `deadly`; its output goes to the file `log`."""
+    """qat.py with `argv` in a child process, which must be killed by `deadly`; its output goes to the file `log`, beside the run's folder."""
 
     def run():
         out = os.open(log, os.O_CREAT | os.O_WRONLY)
         os.dup2(out, 1), os.dup2(out, 2)
         owner, name = owner_of(target)
-        setattr(owner, name, deadly(getattr(owner, name), number, how))
+        setattr(owner, name, deadly(getattr(owner, name), number, how, log.parent))
         run_command(program('qat.py').main, argv)
 
     child = FORK.Process(target=run)  # it prints what is raised

@@ -511,6 +511,18 @@ def test_default_names_and_folders(tmp_path, graphviz):
         assert {f'layers.{suffix}' for suffix in ('csv', 'dot', 'svg', 'png')} <= {p.name for p in folder.iterdir()}
 
 
+@pytest.mark.parametrize('suffix', ['csv', 'dot', 'svg', 'png'])
+def test_only_files_of_an_earlier_drawing_are_replaced(tmp_path, graphviz, capsys, suffix):
+    layers, _ = write(tmp_path, GOOD)
+    main = program('scripts/draw_engine.py').main
+    mine = tmp_path / f'layers.{suffix}'
+    mine.write_text('mine')
+    assert run_command(main, ['--layer', str(layers)]) == 2
+    assert f'{mine}: is there already' in capsys.readouterr().err and mine.read_text() == 'mine'
+    mine.unlink()
+    assert run_command(main, ['--layer', str(layers)]) == run_command(main, ['--layer', str(layers)]) == 0
+
+
 def test_a_machine_without_fonts_draws_the_same_picture(tmp_path, monkeypatch, graphviz):
     (tmp_path / 'x.dot').write_text('digraph { "words to be seen" }', encoding='utf-8')
     layer_graph.draw(tmp_path / 'x.dot', [tmp_path / 'here.png'])

@@ -39,6 +39,7 @@ UNPATCHED = (
     'scripts/get_yolov9.sh ../yolov9 && ./patch_yolov9.sh ../yolov9 && cd ../yolov9'
 )
 INSTALL = f"install what the commands need, in the toolkit's folder: PYTHON={shlex.quote(sys.executable)} ./install_dependencies.sh"
+PLACES = '--project, --save, for temporary files TMPDIR'
 OPEN_FILES = 'too many open files; allow more with: ulimit -n 4096, or use fewer --workers'
 
 
@@ -95,15 +96,17 @@ def _of_file(number: int, reason: str | None, name: str | bytes) -> str:
         folder = next(p for p in file.absolute().parents if p.is_dir())
         return (
             f'{file}: {reason}, {shutil.disk_usage(folder).free / 1e6:.1f} MB are free in {folder}; make room, or choose another '
-            'folder (--project, --save)'
+            f'folder ({PLACES})'
         )
     if number == errno.EFBIG:
-        return f'{file}: {reason}, for ulimit -f or for the file system; allow more, or choose another folder (--project, --save)'
+        return (
+            f'{file}: {reason}, for ulimit -f or for the file system; allow more, or choose another folder ({PLACES})'
+        )
     if number == errno.ENOENT:
         return f'{file}: {reason}; it or its folder was moved or deleted meanwhile, put it back and repeat the command'
     if number in (errno.EMFILE, errno.ENFILE):
         return OPEN_FILES
-    return f'{file}: {reason}; choose another folder (--project, --save)'
+    return f'{file}: {reason}; choose another folder ({PLACES})'
 
 
 def _shared_memory() -> str:

@@ -29,7 +29,7 @@ from utils.qat.config.settings import Sides
 from utils.qat.core.command import command
 from utils.qat.core.distributed import first_goes_ahead
 from utils.qat.core.errors import QatError, one_line
-from utils.qat.core.files import require_yaml, waits
+from utils.qat.core.files import require_yaml, waits, write_text
 from utils.qat.core.log import LOGGER, quiet_upstream
 from utils.qat.core.text import is_printable
 from utils.qat.data.image_files import image_files
@@ -263,7 +263,7 @@ def open_dataset(
     # the first process writes the cache of the labels
     with first_goes_ahead(), quiet_upstream(), TemporaryDirectory() as scratch:
         listed = Path(scratch, 'images.txt')
-        listed.write_text('\n'.join(files))
+        write_text(listed, '\n'.join(files))
         listed.with_suffix('.cache').symlink_to(cache)
         try:
             dataset = cls(
@@ -279,7 +279,8 @@ def open_dataset(
         except (AssertionError, ValueError) as e:  # upstream's errors for a set without one usable label or image
             check_dropped(files, data)
             raise QatError(
-                f'{data.flag} {data.file}: {key}: none of its {len(files)} images can be used, the first is {min(files)} ({e})'
+                f'{data.flag} {data.file}: {key}: none of its {len(files)} images can be used, the first is {min(files)} '
+                f'({_fault(min(files))}); save them as PNG or JPEG of 8 bits'
             ) from e
     if len(set(config.imgsz)) > 1:
         dataset.sides = config.imgsz
@@ -337,6 +338,16 @@ def check_images(files: Iterable[str], flag: str, data: Path) -> None:
             raise QatError(f'{flag} {data}: the name of the image {file} has control characters; rename it')
         if waits(file):
             raise QatError(f'image {file}: a pipe or a device, and no file; remove it')
+
+
+def _fault(file: str) -> str:
+    """Say why upstream, which reads an image by Pillow, cannot use `file`."""
+    try:
+        with Image.open(file) as image:
+            image.verify()
+            return f'{image.format} of {image.width} x {image.height}, and upstream takes {", ".join(IMG_FORMATS)} of at least 10 x 10'
+    except (OSError, SyntaxError, ValueError) as e:  # Pillow's errors for a damaged file
+        return one_line(e)
 
 
 def require_integers(file: str) -> None:

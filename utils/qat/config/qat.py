@@ -179,7 +179,6 @@ class PtqConfig(Settings):
 class FloatConfig(ModelConfig):
     """A float checkpoint that is calibrated."""
 
-    HIDDEN: ClassVar[tuple[str, ...]] = ('overlap', 'mask_ratio')
     imgsz: Sides = option(  # None until the model is known
         None,
         'height and width in pixels, or one number for both; default: 640, of a classifier 224',
@@ -198,7 +197,7 @@ class FloatConfig(ModelConfig):
 class CalibrationConfig(PtqConfig, FloatConfig):
     """Settings that `quantize` and `sensitive` share: a float checkpoint and its calibration."""
 
-    HIDDEN = *FloatConfig.HIDDEN, 'hyp'
+    HIDDEN: ClassVar[tuple[str, ...]] = ('hyp', 'overlap', 'mask_ratio')
     project: Path = Path('runs/qat')
     hyp: Path | None = option(
         None, 'fine-tune on images augmented as this file says; default: as they are', parse=in_tree

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 from pathlib import Path
 from typing import Any
 
@@ -46,7 +47,9 @@ class Results:
         scores = self.file['reference'], in_pytorch['other'], self.file['other']
         self.float, self.int8, self.in_engine = map(scores_of, scores)
         self.machine, self.rows = speed['machine'], speed['results']
-        [gain] = int8_gains(self.rows)
+        gain = next(int8_gains(self.rows), None)
+        if not gain:
+            raise QatError(f'{plan.target.title}: not both files were measured: {"; ".join(speed["left_out"])}')
         found, (self.key, self.title) = self.file['against_reference'], self.float.choosing()
         worst = min(boxes_and_masks(found), key=lambda part: part['difference'])
         metric = 'mask ' * (worst is not found) + self.title
@@ -56,16 +59,17 @@ class Results:
 
     def models(self) -> str:
         """Make the table of the models."""
-        columns = Columns(self.float)
-        rows = [
-            [f'{name}, PyTorch', *columns.cells(m), *['-'] * 3]
-            for name, m in (('float', self.float), ('INT8', self.int8))
-        ]
+        columns, size = Columns(self.float), self.plan.config.weights.stat().st_size
+        rows = [['float, PyTorch', *columns.cells(self.float), '-', '-', f'{size / 1e6:.1f}']]
+        rows += [['INT8, PyTorch', *columns.cells(self.int8), '-', '-', '-']]
         for row in self.rows:
             scores = columns.cells(self.in_engine if row is self.of_int8 else None)
             figures = f'{row["latency"]["median"]:.2f}', f'{row["images_per_s"]:.0f}', f'{row["size_bytes"] / 1e6:.1f}'
             rows.append([f'{row["types"]}, {row["backend"]}', *scores, *figures])
-        return markdown_table(('model', *columns.titles, 'ms', 'images/s', 'MB'), rows)
+        titles = 'model', *columns.titles, 'ms', 'images/s', 'MB'
+        shown = [column for column in zip(titles, *rows) if {*column[1:]} != {'-'}]
+        header, *shown = zip(*shown)
+        return markdown_table(header, shown)
 
     def decisions(self) -> str:
         """Tell what was decided and why: the placement, and what the report of `quantize` says of it."""
@@ -77,7 +81,8 @@ class Results:
         """Tell on what the figures were measured."""
         config, machine, matched = self.plan.config, self.machine, self.file.get('matched')
         scored = f'{self.file["images"]} images of {config.data.name}, {self.plan.task.seen_as(config.imgsz, True)}'
-        times = f'times at batch {config.batch}, in turns, on {machine["device"]}, {machine["threads"]} threads: {machine["instructions"]}'
+        cpu = '' if machine['gpu'] else f', {machine["threads"]} threads: {machine["instructions"]}'
+        times = f'times at batch {config.batch}, in turns, on {machine["device"]}{cpu}'
         alike = (
             f'{matched:.1%} of the best detections of float and INT8 have their match in the other.' if matched else ''
         )
@@ -87,7 +92,11 @@ class Results:
     def advice(self, reasons: dict[str, str]) -> list[str]:
         """Say what would change a verdict for float."""
         config, taken = self.plan.config, self.report['settings']['activation']
-        amx, size, epochs = 'AMX' in self.machine['instructions'], max(config.imgsz), config.epochs or 0
+        amx, size, epochs = (
+            not self.machine['gpu'] and 'AMX' in self.machine['instructions'],
+            max(config.imgsz),
+            config.epochs or 0,
+        )
         return would_change(reasons, self.plan.target.gains_by, taken, epochs, config.batch, size, amx)
 
 
@@ -98,8 +107,10 @@ def ways(plan: Plan, file: Path, checkpoint: Path) -> list[str]:
         return lines
     lines += ['# its detections in Python; docs/client.md has a client of thirty lines']
     lines += [command('scripts/infer_onnx.py', file, 'IMAGES', '--save')]
-    height, width = plan.config.imgsz
-    facts = {'file': file, 'name': file.name, 'checkpoint': checkpoint, 'height': height, 'width': width}
+    files = {'file': file, 'name': file.name, 'checkpoint': checkpoint}
+    facts = {name: shlex.quote(str(text)) for name, text in files.items()} | dict(
+        zip(('height', 'width'), plan.config.imgsz)
+    )
     return [*lines, *(line.format(**facts) for line in plan.target.clients)]
 
 

@@ -37,7 +37,7 @@ def work(plan: Plan, runner: Runner) -> None:
     found, tried = Results(plan, ALL), []
     reasons = against_int8(found.outcome, config.max_drop, config.min_speedup)
     if [*reasons] == ['accuracy']:
-        tried = [f'With all blocks in INT8: {found.outcome.speed}, and AP changes by {found.outcome.cost}.']
+        tried = [f'With all blocks in INT8 it is {found.outcome.speed}, and changes {found.outcome.cost}.']
         LOGGER.info(f'{reasons["accuracy"]}: blocks return to float')
         sensitive = plan.sensitive()
         runner.ahead = [sensitive, *plan.quantized(PARTLY, sensitive=sensitive.result, max_drop=config.max_drop)]

@@ -66,7 +66,8 @@ def would_change(
     if 'speed' in reasons:
         faster = [name for name in gains if name != taken and taken != 'relu']
         said += [
-            f'Another activation: --activation {name}. {SPEEDS[name]} with SiLU; {PRICES[name]}.' for name in faster
+            f'Another activation: --activation {name}. INT8 took {SPEEDS[name]} with SiLU; {PRICES[name]}.'
+            for name in faster
         ]
         said += [f'More to compute: --batch {8 * batch}, images above {imgsz} pixels, or a larger model.']
         said += ['Another CPU: AMX makes BF16 fast, so that INT8 gains less than on one without.'] * amx

@@ -3,6 +3,7 @@
 A limit on the size of files stands in for the disk where a file system of its own cannot be mounted: the write itself fails half-way.
 """
 
+import errno
 import os
 import re
 import resource
@@ -17,6 +18,7 @@ from conftest import TREE
 from helpers import zoo
 from helpers.graphs import model_of
 from helpers.zoo import program
+from onnx import helper
 
 from test_killed import FORK, arguments, require_alike, require_whole, whole  # noqa: F401  a fixture
 from utils.qat.core.command import run_command
@@ -106,6 +108,28 @@ def test_other_commands(demo, tmp_path, monkeypatch, command):
     empty = {f for f in left if f.suffix in ('.pt', '.onnx', '.json') and not f.stat().st_size}
     assert not hidden and not empty, left
     assert all(f.read_bytes() == content for f, content in before.items())
+
+
+def test_a_file_that_openvino_writes(tmp_path):
+    """Its writer gives no reason, the system does."""
+    pytest.importorskip('openvino')
+    from utils.qat.vendors.openvino.model import write_ir
+
+    weights = np.ones((512, 512), np.float32)
+    node = helper.make_node('MatMul', ['x', 'w'], ['y'])
+    model = model_of([node], {'x': [1, 512]}, {'y': [1, 512]}, {'w': weights})
+
+    def run():
+        resource.setrlimit(resource.RLIMIT_FSIZE, (100 * KB, 100 * KB))
+        try:
+            write_ir(model, tmp_path / 'x.xml')
+        except OSError as e:
+            sys.exit(e.errno)
+
+    child = FORK.Process(target=run)
+    child.start()
+    child.join()
+    assert child.exitcode == errno.EFBIG
 
 
 def test_a_disk_of_six_megabytes(demo, whole, small_disk):

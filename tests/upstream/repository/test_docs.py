@@ -354,7 +354,6 @@ def test_what_help_does_not_show_is_an_option_of_the_other_tools():
     theirs = {
         'qat.py quantize': THEIRS['segment/qat_seg.py quantize'],
         'qat.py sensitive': THEIRS['segment/qat_seg.py quantize'],
-        'qat.py ship': THEIRS['segment/qat_seg.py quantize'],
     }
     for command, kind in kinds.items():
         flags = f'{THEIRS.get(command, "")} {theirs.get(command, "")}'.split()

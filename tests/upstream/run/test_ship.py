@@ -16,11 +16,15 @@ from helpers.zoo import command, program
 
 from models.deploy.ship import plan as planned
 from models.deploy.ship.plan import Step
+from models.deploy.ship.results import ways
 from models.deploy.ship.steps import STAMPS, Failed, Runner
 from models.deploy.ship.verdict import Outcome, against_int8
 from utils.qat.benchmark.baseline import Gain
+from utils.qat.config.deploy import InferConfig
 from utils.qat.config.export import OPSETS
+from utils.qat.config.settings import read
 from utils.qat.config.ship import ENGINES, ShipConfig
+from utils.qat.config.tasks import load_task
 from utils.qat.run.state import STATE
 
 # a step: notes that it was called, says a line and a warning, and leaves its result
@@ -154,7 +158,7 @@ def test_each_step_is_a_command_that_its_program_takes(engine, trt, tmp_path):
         device='cpu',
     )
     folder, numbers = tmp_path / 'run', {'val': 1, 'calibration': 1, 'train': 1}
-    plan = planned.Plan(config, None, numbers, 0.1, 'cpu', trt, '', folder)
+    plan = planned.Plan(config, load_task('detect'), numbers, 0.1, 'cpu', trt, '', folder)
     sensitive = plan.sensitive()
     steps = [
         *plan.first(),
@@ -163,12 +167,17 @@ def test_each_step_is_a_command_that_its_program_takes(engine, trt, tmp_path):
         *plan.quantized('b', sensitive=sensitive.result, max_drop=1),
     ]
     left, results = {config.weights}, [folder / f'{run}/weights/best.pt' for run in ('all', 'b')]
+    told = [line for line in ways(plan, plan.int8_file('all'), results[0]) if line.startswith('python ')]
+    assert len(told) == 2 + (engine == 'tensorrt') and not any('{' in line for line in told)
+    for line in told:
+        file, *words = shlex.split(line)[1:]
+        program(file).parse_args(words) if hasattr(program(file), 'parse_args') else read(InferConfig, words, '')
     for step in steps:
         file, *words = shlex.split(step.command)[1:]
         parse = program(file).parse_args
         parse(words)
-        read = {Path(word) for word in words if word.startswith(str(tmp_path)) and Path(word).suffix} - {folder}
-        assert read <= left | {*results}, step.command
+        needed = {Path(word) for word in words if word.startswith(str(tmp_path)) and Path(word).suffix} - {folder}
+        assert needed <= left | {*results}, step.command
         assert step.result not in left and step.seconds > 0
         left.add(step.result)
     assert {plan.float_file, plan.int8_file('all'), plan.int8_file('b')} <= left and len(

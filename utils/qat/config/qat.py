@@ -175,7 +175,6 @@ class PtqConfig(Settings):
 class FloatConfig(ModelConfig):
     """A float checkpoint that is calibrated."""
 
-    HIDDEN: ClassVar[tuple[str, ...]] = ('overlap', 'mask_ratio')
     imgsz: Sides = image_sides('640, of a classifier 224')  # None until the model is known
     calib_images: int = calibration(512, 'training images to calibrate on, at most', allowed=Range(1))
 
@@ -189,7 +188,7 @@ class FloatConfig(ModelConfig):
 class CalibrationConfig(PtqConfig, FloatConfig):
     """Settings that `quantize` and `sensitive` share: a float checkpoint and its calibration."""
 
-    HIDDEN = *FloatConfig.HIDDEN, 'hyp'
+    HIDDEN: ClassVar[tuple[str, ...]] = ('hyp', 'overlap', 'mask_ratio')
     project: Path = Path('runs/qat')
     hyp: Path | None = option(
         None, 'fine-tune on images augmented as this file says; default: as they are', parse=in_tree

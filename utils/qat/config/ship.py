@@ -45,4 +45,6 @@ class ShipConfig(FloatConfig):
         'function in place of SiLU, as in `quantize`',
         allowed=(AUTO, *ACTIVATIONS),
     )
+    overlap: bool = option(False, '')  # not to be typed
+    mask_ratio: int = option(1, '')
     resume: bool = run(False, 'go on in PROJECT/NAME, and keep what is finished there')

@@ -113,7 +113,16 @@ def metadata(model: openvino.Model) -> dict[str, str]:
 
 
 def write_ir(model: onnx.ModelProto, file: Path) -> None:
-    """Write an ONNX graph as OpenVINO's .xml, and a .bin beside it, with weights in INT8 where they are quantized."""
+    """Write an ONNX graph as OpenVINO's .xml, and a .bin beside it, with weights in INT8 where they are quantized.
+
+    Raises OSError if the disk does not take them; OpenVINO's own error has no reason.
+    """
     openvino = load_openvino(str(file))
     model = store_int8_weights(model) if any(count_qdq(model)) else model
-    openvino.serialize(_from_onnx(model, file), str(file), str(file.with_suffix('.bin')))
+    weights = file.with_suffix('.bin')
+    try:
+        openvino.serialize(_from_onnx(model, file), str(file), str(weights))
+    except RuntimeError as e:
+        if 'iostream' in str(e):
+            weights.write_bytes(bytes(model.ByteSize()))  # fails likewise, with the reason
+        raise

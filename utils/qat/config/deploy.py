@@ -90,7 +90,7 @@ class BuildConfig(Settings):
     )
     batch: tuple[int, ...] | None = option(  # smallest, fastest, largest
         None,
-        'for a file with an open batch: MIN,OPT,MAX (smallest, fastest, largest) or one number. Default 1',
+        'for a file with an open batch: MIN,OPT,MAX (smallest, fastest, largest) or one number; default: 1',
         parse=min_opt_max,
     )
     precision: str = option(
@@ -144,7 +144,7 @@ class BenchmarkConfig(LabelledConfig, FolderConfig):
     )
     batch: tuple[int, ...] | None = measurement(  # see model_files.ModelFile
         None,
-        'images per query, such as 1,4,8,12; each is measured. Default: those of the file, or these four if it takes any',
+        'images per query, such as 1,4,8,12; each is measured; default: those of the file, or these four if it takes any',
         parse=batch_sizes,
     )
     precision: tuple[str, ...] | None = measurement(

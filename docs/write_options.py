@@ -49,11 +49,10 @@ def flag(field: Field, option: Option) -> str:
 
 
 def clause(text: str, option: Option) -> str:
-    """Shorten a help text to its first clause, unless it begins with one of the values, which it explains one by one."""
-    first = text.split(':')[0]
-    if first in map(str, option.allowed if isinstance(option.allowed, tuple) else ()):
+    """Shorten a help text to its first clause, unless it begins with one of the values: it explains each."""
+    if text.split(':')[0] in map(str, option.allowed if isinstance(option.allowed, tuple) else ()):
         return text
-    return re.split(r'[.;] (?!0 = )', text)[0]
+    return re.split(r'[.;:] (?!0 = )|, such as ', text)[0]
 
 
 def section(command: str, known: dict[tuple[str, str], tuple[str, str]]) -> Iterator[str]:

@@ -90,7 +90,7 @@ class BuildConfig(Settings):
     )
     batch: tuple[int, ...] | None = option(  # smallest, fastest, largest
         None,
-        'for a file with an open batch: MIN,OPT,MAX (smallest, fastest, largest) or one number; default: 1',
+        'MIN,OPT,MAX (smallest, fastest, largest) or one number, of a file with an open batch; default: 1',
         parse=min_opt_max,
     )
     precision: str = option(
@@ -108,12 +108,12 @@ class BuildConfig(Settings):
     trtexec: bool = option(True, 'use the Python package even if trtexec is found')
     tune_build_routes: str | None = option(
         None,
-        "trtexec 11.1 and later: keep the fastest engine of these build routes, such as --tune-build-routes='-copy_ppg=[on|off]'",
+        "keep the fastest engine of these build routes (trtexec 11.1), such as --tune-build-routes='-copy_ppg=[on|off]'",
         metavar='ROUTES',
     )
     accuracy_threshold: float | None = option(
         None,
-        "with it: largest cosine distance from ONNX Runtime's outputs, such as 0.01",
+        "with --tune-build-routes, largest cosine distance from ONNX Runtime's outputs, such as 0.01",
         allowed=Range(0),
     )
 
@@ -144,7 +144,7 @@ class BenchmarkConfig(LabelledConfig, FolderConfig):
     )
     batch: tuple[int, ...] | None = measurement(  # see model_files.ModelFile
         None,
-        'images per query, such as 1,4,8,12; each is measured; default: those of the file, or these four if it takes any',
+        'images per query, such as 1,8; each is measured; default: those of the file, or 1,4,8,12 if it takes any',
         parse=batch_sizes,
     )
     precision: tuple[str, ...] | None = measurement(
@@ -155,7 +155,7 @@ class BenchmarkConfig(LabelledConfig, FolderConfig):
     )
     imgsz: tuple[str, ...] | None = measurement(  # see `sizes`
         None,
-        'for a .pt and a file with open height and width: sizes in pixels, such as 320,640,480x640',
+        'sizes in pixels of a .pt or a file with open height and width, such as 320,640,480x640',
         *SIZE,
     )
     duration: float = measurement(

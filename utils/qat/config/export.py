@@ -143,7 +143,7 @@ class ExportConfig(OnnxConfig):
     device: str = run('cpu', "'cpu' or a GPU number, for tracing and of an aoti package")
     verify: Path | None = verifying(
         None,
-        'compare the file with PyTorch on the val: images; exit code 1 above a limit',
+        'compare the file with PyTorch on the images of val; exit code 1 above a limit',
         metavar='DATA.yaml',
         parse=in_tree,
     )
@@ -170,7 +170,7 @@ class ExportConfig(OnnxConfig):
     class_agnostic: bool = inside(Nms.class_agnostic, 'boxes of different classes drop each other too')
     mask_resolution: int = masks_inside(
         Pooling.mask_resolution,
-        'R: a mask has R x R values over its box',
+        'values of a mask along each side of its box',
         allowed=Range(1, 1024),
     )
     pooler_scale: float = masks_inside(

@@ -48,10 +48,8 @@ def flag(field: Field, option: Option) -> str:
     return ' '.join([*names, values]).strip()
 
 
-def clause(text: str, option: Option) -> str:
-    """Shorten a help text to its first clause, unless it begins with one of the values: it explains each."""
-    if text.split(':')[0] in map(str, option.allowed if isinstance(option.allowed, tuple) else ()):
-        return text
+def clause(text: str) -> str:
+    """Shorten a help text to its first clause, and keep what 0 means."""
     return re.split(r'[.;:] (?!0 = )|, such as ', text)[0]
 
 
@@ -73,7 +71,7 @@ def section(command: str, known: dict[tuple[str, str], tuple[str, str]]) -> Iter
             default = default and f' ({default})'
             first, told = known.setdefault((name, text), (command, default))
             if first == command:
-                items.append(f'- `{name}`: {clause(text, option)}{default}')
+                items.append(f'- `{name}`: {clause(text)}{default}')
             else:
                 same.setdefault(first, []).append(f'`{name.split()[0]}`{default if default != told else ""}')
         if items and title != WHAT:

@@ -95,7 +95,7 @@ class BuildConfig(Settings):
     )
     precision: str = option(
         'auto',
-        'auto: INT8 with FP16 if the file has Q/DQ, else FP16; TensorRT 11 computes in the types of the file',
+        'types of the layers. auto: INT8 with FP16 if the file has Q/DQ, else FP16; TensorRT 11 computes in the types of the file',
         allowed=PRECISIONS,
     )
     workspace: int = option(WORKSPACE, 'memory for kernels', metavar='MIB', allowed=MEMORY)

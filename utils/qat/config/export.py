@@ -161,7 +161,7 @@ class ExportConfig(OnnxConfig):
     )
     nms: str = inside(
         'standard',
-        f'standard: operators of ONNX, which run everywhere. plugin: {PLUGIN}, for TensorRT alone',
+        f'operators of the NMS. standard: those of ONNX, which run everywhere. plugin: {PLUGIN}, for TensorRT alone',
         allowed=tuple(NMS_LIMITS),
     )
     topk_all: int = inside(Nms.topk_all, 'detections per image, at most')
@@ -184,7 +184,7 @@ class ExportConfig(OnnxConfig):
 
     formats: tuple[str, ...] = by_torch_tensorrt(
         ('ep', 'engine'),
-        'ep: exported program. ts: TorchScript, for C++. engine: the engine alone',
+        'files to write. ep: exported program. ts: TorchScript, for C++. engine: the engine alone',
         allowed=tuple(TORCH_TENSORRT_FILES),
     )
     dtype: str = by_torch_tensorrt('fp16', 'types outside of Q/DQ', allowed=('fp16', 'fp32'))
@@ -195,7 +195,7 @@ class ExportConfig(OnnxConfig):
 
     layout: str = for_edge(
         'coral',
-        'coral: boxes and scores, of all strides. heads: boxes and classes of each stride, as .tflite and .onnx',
+        'outputs of the file. coral: boxes and scores, of all strides. heads: boxes and classes of each stride, as .tflite and .onnx',
         allowed=('coral', 'heads'),
     )
     sigmoid: bool = for_edge(False, 'scores of the classes, in 0..1, instead of logits (--layout heads)')

@@ -20,7 +20,7 @@ SQUARE = (640, 640)
 scores = partial(option, group='scores')
 classifiers = partial(option, group='classifiers')
 segmentation = partial(option, group='segmentation models')
-OTHER_WORDS = 'if class names of data and model are other words for the same classes: whose count; default: refuse'
+OTHER_WORDS = 'whose class names count if those of data and model are other words for the same classes; default: refuse'
 names_from = partial(option, None, OTHER_WORDS, allowed=('data', 'checkpoint'))
 
 

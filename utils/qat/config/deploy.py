@@ -92,12 +92,12 @@ class BuildConfig(Settings):
     )
     batch: tuple[int, ...] | None = option(  # smallest, fastest, largest
         None,
-        'for a file with an open batch: MIN,OPT,MAX (smallest, fastest, largest) or one number. Default 1',
+        'MIN,OPT,MAX (smallest, fastest, largest) or one number, of a file with an open batch; default: 1',
         parse=min_opt_max,
     )
     precision: str = option(
         'auto',
-        'auto: INT8 with FP16 if the file has Q/DQ, else FP16; TensorRT 11 computes in the types of the file',
+        'types of the layers. auto: INT8 with FP16 if the file has Q/DQ, else FP16; TensorRT 11 computes in the types of the file',
         allowed=PRECISIONS,
     )
     workspace: int = option(WORKSPACE, 'memory for kernels', metavar='MIB', allowed=MEMORY)
@@ -110,12 +110,12 @@ class BuildConfig(Settings):
     trtexec: bool = option(True, 'use trtexec where it is found')
     tune_build_routes: str | None = option(
         None,
-        "trtexec 11.1 and later: keep the fastest engine of these build routes, such as --tune-build-routes='-copy_ppg=[on|off]'",
+        "keep the fastest engine of these build routes (trtexec 11.1), such as --tune-build-routes='-copy_ppg=[on|off]'",
         metavar='ROUTES',
     )
     accuracy_threshold: float | None = option(
         None,
-        "with it: largest cosine distance from ONNX Runtime's outputs, such as 0.01",
+        "with --tune-build-routes, largest cosine distance from ONNX Runtime's outputs, such as 0.01",
         allowed=Range(0),
     )
 
@@ -174,7 +174,7 @@ class BenchmarkConfig(LabelledConfig, FolderConfig):
     )
     batch: tuple[int, ...] | None = measurement(  # see model_files.ModelFile
         None,
-        'images per query, such as 1,4,8,12; each is measured. Default: those of the file, or these four if it takes any',
+        'images per query, such as 1,8; each is measured; default: those of the file, or 1,4,8,12 if it takes any',
         parse=batch_sizes,
     )
     precision: tuple[str, ...] | None = measurement(
@@ -185,7 +185,7 @@ class BenchmarkConfig(LabelledConfig, FolderConfig):
     )
     imgsz: tuple[str, ...] | None = measurement(  # see `sizes`
         None,
-        'for a .pt and a file with open height and width: sizes in pixels, such as 320,640,480x640',
+        'sizes in pixels of a .pt or a file with open height and width, such as 320,640,480x640',
         *SIZE,
     )
     duration: float = measurement(

@@ -139,7 +139,7 @@ class ExportConfig(OnnxConfig):
     device: str = run('cpu', "'cpu' or a GPU number, for tracing and of an aoti package")
     verify: Path | None = verifying(
         None,
-        'compare the file with PyTorch on the val: images; exit code 1 above a limit',
+        'compare the file with PyTorch on the images of val; exit code 1 above a limit',
         metavar='DATA.yaml',
         parse=in_tree,
     )
@@ -157,7 +157,7 @@ class ExportConfig(OnnxConfig):
     )
     nms: str = inside(
         'standard',
-        f'standard: operators of ONNX, which run everywhere. plugin: {PLUGIN}, for TensorRT alone',
+        f'operators of the NMS. standard: those of ONNX, which run everywhere. plugin: {PLUGIN}, for TensorRT alone',
         allowed=tuple(NMS_LIMITS),
     )
     topk_all: int = inside(Nms.topk_all, 'detections per image, at most')
@@ -166,7 +166,7 @@ class ExportConfig(OnnxConfig):
     class_agnostic: bool = inside(Nms.class_agnostic, 'boxes of different classes drop each other too')
     mask_resolution: int = masks_inside(
         Pooling.mask_resolution,
-        'R: a mask has R x R values over its box',
+        'values of a mask along each side of its box',
         allowed=Range(1, 1024),
     )
     pooler_scale: float = masks_inside(
@@ -180,7 +180,7 @@ class ExportConfig(OnnxConfig):
 
     formats: tuple[str, ...] = by_torch_tensorrt(
         ('ep', 'engine'),
-        'ep: exported program. ts: TorchScript, for C++. engine: the engine alone',
+        'files to write. ep: exported program. ts: TorchScript, for C++. engine: the engine alone',
         allowed=tuple(TORCH_TENSORRT_FILES),
     )
     dtype: str = by_torch_tensorrt('fp16', 'types outside of Q/DQ', allowed=('fp16', 'fp32'))
@@ -189,7 +189,7 @@ class ExportConfig(OnnxConfig):
 
     layout: str = for_edge(
         'coral',
-        'coral: boxes and scores, of all strides. heads: boxes and classes of each stride, as .tflite and .onnx',
+        'outputs of the file. coral: boxes and scores, of all strides. heads: boxes and classes of each stride, as .tflite and .onnx',
         allowed=('coral', 'heads'),
     )
     sigmoid: bool = for_edge(False, 'scores of the classes, in 0..1, instead of logits (--layout heads)')

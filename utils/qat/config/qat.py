@@ -160,7 +160,7 @@ class PtqConfig(Settings):
     bias_correction: bool = calibration(True, 'let the biases correct the shift of rounding')
     scale_policy: str = calibration(
         'tied',
-        'tied: tensors joined by Concat, MaxPool, split, nearest resize or Add share one scale; free: none do',
+        'what shares a scale. tied: tensors joined by Concat, MaxPool, split, nearest resize or Add share one scale; free: none do',
         allowed=SCALE_POLICIES,
     )
     activation: str = activations(  # AUTO until the model is known

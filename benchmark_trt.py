@@ -97,7 +97,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     if config.files != config.models:
         require_file(config.files[0], '--baseline')
     device = select_device(config.device, exact=False)
-    files = with_float_beside(config.files)
+    files = config.files if config.precision else with_float_beside(config.files)
     models = read_model_files(files, lambda file: CheckpointFile(file).kind)
     give_sizes(models, open_checkpoint)
     if config.data:

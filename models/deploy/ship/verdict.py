@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from utils.qat.benchmark.baseline import Gain
 from utils.qat.config.qat import PRICES
-from utils.qat.evaluation.chance import in_points
+from utils.qat.evaluation.chance import Part, in_points
 
 SPEEDS = {  # --activation → of INT8 of yolov9-t, with it / with SiLU, docs/activations.md
     'polynomial': 'in OpenVINO 0.61 to 0.92 of the time',
@@ -20,7 +20,7 @@ class Outcome(NamedTuple):
 
     gain: Gain
     metric: str  # AP or top-1
-    found: dict[str, float]  # chance.difference of INT8 from float; of boxes and masks the lower
+    found: Part  # INT8 minus float, of boxes and masks the lower
 
     @property
     def speed(self) -> str:

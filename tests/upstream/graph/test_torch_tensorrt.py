@@ -212,7 +212,7 @@ def test_the_sidecar_names_the_target_and_a_refusal_writes_nothing(small, tmp_pa
     'device, content, says',
     [
         ('cpu', '', 'needs an NVIDIA GPU, and this is --device cpu'),
-        ('cuda', 'raise OSError("libnvinfer.so.10: cannot open")', r'cannot be loaded here \(libnvinfer'),
+        ('cuda', 'raise OSError("libnvinfer.so.10: cannot open")', r'cannot be loaded here \(OSError: libnvinfer'),
         ('cuda', '__version__ = "2.9.1"', '2.9.1 is installed; at least 2.10 is needed'),
         ('cuda', '__version__ = "2.10.0"', 'nvcc'),
     ],

@@ -217,7 +217,7 @@ def test_a_peer_is_recognized_by_its_class_names(tmp_path):
 
 def test_a_float_checkpoint_is_not_taken_for_a_quantized_one(small):
     for file in (small.dual, small.single):
-        with pytest.raises(QatError, match=f'^--weights {file}: not quantized.*python qat.py quantize'):
+        with pytest.raises(QatError, match=f'^--weights {file}: is not quantized.*python qat.py quantize'):
             load_quantized(file)
 
 

@@ -17,7 +17,6 @@ from helpers.origins import gelan, mit_state, ultralytics_file
 from helpers.zoo import command, image, load_any, load_dual_or_float, load_quantized, output, same, state
 
 from models.quantize.checkpoint import CheckpointFile
-from models.quantize.trainers import origin
 from utils.qat.core.errors import QatError
 
 pytestmark = pytest.mark.full_tree

@@ -81,7 +81,7 @@ class Results:
         """Tell on what the figures were measured."""
         config, machine, matched = self.plan.config, self.machine, self.file.get('matched')
         scored = f'{self.file["images"]} images of {config.data.name}, {self.plan.task.seen_as(config.imgsz, True)}'
-        cpu = '' if machine['gpu'] else f', {machine["threads"]} threads: {machine["instructions"]}'
+        cpu = '' if machine['gpu'] else f', {machine["threads"]} thread(s): {machine["instructions"]}'
         times = f'times at batch {config.batch}, in turns, on {machine["device"]}{cpu}'
         alike = (
             f'{matched:.1%} of the best detections of float and INT8 have their match in the other.' if matched else ''

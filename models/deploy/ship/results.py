@@ -12,6 +12,7 @@ from models.deploy.ship.steps import Runner
 from models.deploy.ship.verdict import Outcome, sentence, would_change
 from utils.qat.benchmark.baseline import int8_gains
 from utils.qat.benchmark.report import disturbance
+from utils.qat.config.settings import flag_of
 from utils.qat.core.command import command
 from utils.qat.core.errors import QatError
 from utils.qat.core.files import write_json
@@ -74,14 +75,16 @@ class Results:
     def decisions(self) -> str:
         """Tell what was decided and why: the placement, and what the report of `quantize` says of it."""
         target, whole = self.plan.target, (self.plan.folder / self.run / 'report.md').read_text(encoding='utf-8')
-        placed = escaped(f'Q/DQ as {target.title} wants them, docs/placement.md. {target.placement}')
-        return f'{placed}\n\n{whole[whole.index("## Calibration") :].partition("## Files")[0].strip()}'
+        taken = ', '.join(f'{flag_of(name)} {self.report["settings"][name]}' for name in ('activation', 'epochs'))
+        placed = f': {target.placement}' * bool(target.placement)
+        said = escaped(f'Q/DQ as {target.title} wants them, docs/placement.md{placed}. Taken: {taken}.')
+        return f'{said}\n\n{whole[whole.index("## Calibration") :].partition("## Files")[0].strip()}'
 
     def seen(self) -> list[str]:
         """Tell on what the figures were measured."""
         config, machine, matched = self.plan.config, self.machine, self.file.get('matched')
         scored = f'{self.file["images"]} images of {config.data.name}, {self.plan.task.seen_as(config.imgsz, True)}'
-        cpu = '' if machine['gpu'] else f', {machine["threads"]} threads: {machine["instructions"]}'
+        cpu = '' if machine['gpu'] else f', {machine["threads"]} thread(s): {machine["instructions"]}'
         times = f'times at batch {config.batch}, in turns, on {machine["device"]}{cpu}'
         alike = (
             f'{matched:.1%} of the best detections of float and INT8 have their match in the other.' if matched else ''

@@ -22,7 +22,7 @@ HEAD = """<!DOCTYPE html>
 <meta http-equiv="Content-Security-Policy" content="default-src 'none'; img-src data:; style-src 'unsafe-inline'">
 <title>{}</title>
 <style>
-body {{ font: 16px/1.5 system-ui, sans-serif; max-width: 70em; margin: 0 auto; padding: 1em; color: #222; background: #fff; }}
+body {{ font: 16px/1.5 system-ui, sans-serif; max-width: 80em; margin: 0 auto; padding: 1em; color: #222; background: #fff; }}
 strong {{ display: block; font-size: 1.25em; font-weight: 600; border-left: .3em solid #1f77b4; padding: .2em .8em; }}
 div {{ overflow-x: auto; }}
 table {{ border-collapse: collapse; margin: .5em 0; }}

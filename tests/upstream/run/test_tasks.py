@@ -402,7 +402,7 @@ def test_several_files_are_scored_side_by_side(job, small):
     said, together = job.eval('several', *files)
     first, *models = together['models']
     table = (job.folder / 'runs/several/report.md').read_text()
-    rows = re.findall(r'(?m)^\| .*(?:\.pt|\.onnx) - .*$', said)
+    rows = re.findall(r'(?m)^\| .* - .*, points +\|.*$', said)
     assert len(rows) == len(models) == 2 and all(row in table and '±' in row for row in rows)
     for model, row in zip(models, rows):
         found = model['against_first']

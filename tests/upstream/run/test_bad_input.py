@@ -234,9 +234,9 @@ scripts/coco_to_yolo.py
     {wrong}/twice.json {images}        | have the same id
     {wrong}/strange.json {images}      | annotations[0] is of an image or of a category
 demo/make_data.py --out {out}/data
-    --task pose                        | argument --task
-    --train 0                          | argument --train
-    --val -1                           | argument --val
+    --task pose                        | --task: invalid choice: 'pose'
+    --train 0                          | --train: '0' is not a whole number
+    --val -1                           | --val: '-1' is not a whole number
     --size big                         | --size
     --out {wrong}                      | choose another folder
 scripts/verify_tensorrt.py --weights {quantized} --float {single} --data {data}

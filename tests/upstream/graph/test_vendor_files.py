@@ -36,8 +36,8 @@ def test_from_checkpoint_to_file(small, tmp_path, include):
     best, by = tmp_path / 'run/weights/best.pt', ['--backend', 'aoti'] * (include == 'aoti')
     following = {'openvino': 'openvino', 'litert': 'litert'}.get(target)
     assert (f'best.pt --include {following} --imgsz {SIDE}' in said) == bool(following), 'the next command writes it'
-    simplify = ['--simplify'] * (include == 'onnx')
-    exported = 'export_qat.py', '--weights', best, '--include', include, '--imgsz', SIDE, *simplify
+    simplified = ['--simplify'] * (include == 'onnx')  # as the audit with --strict wants it
+    exported = 'export_qat.py', '--weights', best, '--include', include, '--imgsz', SIDE, *simplified
     said = command(*exported, *['--verify', small.data] * verified, code=(0, 1))
     [verify] = best.parent.glob('*.verify.json')
     result = json.loads(verify.read_text())

@@ -17,7 +17,7 @@ from origins import gelan, mit_state, ultralytics_file
 from zoo import command, image, load_any, load_dual_or_float, load_quantized, output, same, state
 
 from models.quantize.checkpoint import CheckpointFile
-from models.quantize.trainers import origin
+from models.quantize.trainers import trainer
 from utils.qat.core.errors import QatError
 
 pytestmark = pytest.mark.full_tree
@@ -182,14 +182,14 @@ def test_other_models_are_named(tmp_path, monkeypatch):
     assert 'transposed convolution' in refused(ultralytics_file(file, theirs, 'SegmentationModel'))
     assert 'a PoseModel; only its YOLOv9 detectors' in refused(ultralytics_file(file, theirs, 'PoseModel'))
     with monkeypatch.context() as patch:
-        patch.setattr(origin, 'NETWORKS', 'missing-?.yaml')
+        patch.setattr(trainer, 'NETWORKS', 'missing-?.yaml')
         assert 'this YOLOv9 tree has no models/detect/missing-?.yaml; use a full clone' in refused(
             ultralytics_file(file, theirs)
         )
     with monkeypatch.context() as patch:
         (tmp_path / 'detect').mkdir()
         (tmp_path / 'detect/gelan-t.yaml').write_text('nc: 80\nbackbone: []\n')
-        patch.setattr(origin, 'models', SimpleNamespace(__path__=[tmp_path]))
+        patch.setattr(trainer, 'models', SimpleNamespace(__path__=[tmp_path]))
         with pytest.raises(QatError, match=r'^upstream .*detect/gelan-t\.yaml: needs backbone: and head:'):
             CheckpointFile(ultralytics_file(file, theirs)).load_float()
     theirs.model[0].conv = torch.nn.Conv2d(3, 8, 3, bias=False)

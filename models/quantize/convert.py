@@ -60,7 +60,7 @@ def float_blocks(model: nn.Module, target: Target = TENSORRT) -> dict[str, str]:
     """Find the blocks that stay in float: path → reason. Raises QatError for a detector without a YOLOv9 head."""
     if target.integers and task_of(model).name != 'detect':
         raise QatError(
-            f'--target {target.name}: takes detectors, and the model is {task_of(model).title}; use --target litert'
+            f'{target.name}: takes detectors, and the model is {task_of(model).title}; litert takes it'
         )
     inside = float_inside_blocks(model, target)
     return {**inside, **_float_in_head(model, target)} if task_of(model).boxes else inside

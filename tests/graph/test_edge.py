@@ -117,7 +117,7 @@ def test_relu6_replaces_silu_and_relu(activation):
 
 
 def test_a_segmentation_model_is_refused():
-    with pytest.raises(QatError, match='--target edge: takes detectors'):
+    with pytest.raises(QatError, match='edge: takes detectors'):
         quantize_model(fuse(build('demo-seg')), target=EDGE)
 
 
@@ -215,14 +215,14 @@ def integers_of(file, images):
 @pytest.fixture(scope='module')
 def coral(tmp_path_factory):
     """(model, file) in the layout coral, of three classes."""
-    model, file = model_of(nc=3), tmp_path_factory.mktemp('edge') / 'model-edge.tflite'
+    model, file = model_of(nc=3), tmp_path_factory.mktemp('edge') / 'model-coral.tflite'
     return model, deployed('edge', model, file, imgsz=(SIDE, SIDE), target='edge').path
 
 
 @pytest.fixture(scope='module')
 def heads(coral, tmp_path_factory):
     """The .tflite and .onnx of the same model in the layout heads."""
-    file = tmp_path_factory.mktemp('edge') / 'model-edge.tflite'
+    file = tmp_path_factory.mktemp('edge') / 'model-coral.tflite'
     made = deployed('edge', coral[0], file, imgsz=(SIDE, SIDE), target='edge', layout='heads')
     return made.path, made.files['edge onnx']
 
@@ -274,7 +274,7 @@ def test_both_layouts_have_the_same_integers(coral, heads):
 def test_frigate_tells_boxes_and_scores_apart(classes, tmp_path):
     """By their last dimension, 64 or another above 1."""
     model = model_of(nc=classes)
-    made = deployed('edge', model, tmp_path / 'model-edge.tflite', imgsz=(SIDE, SIDE), target='edge')
+    made = deployed('edge', model, tmp_path / 'model-coral.tflite', imgsz=(SIDE, SIDE), target='edge')
     shapes = [output['shape'].tolist() for output in Read(made.path).session.outputs]
     added = classes in (1, 64)
     assert sorted(shapes) == sorted([[1, 84, 64], [1, 84, classes + added]])

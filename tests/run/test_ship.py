@@ -20,7 +20,8 @@ from models.deploy.ship.plan import Step
 from models.deploy.ship.steps import STAMPS, Failed, Runner
 from models.deploy.ship.verdict import Outcome, against_int8
 from utils.qat.config.export import OPSETS
-from utils.qat.config.ship import ENGINES, ShipConfig
+from utils.qat.config.ship import ShipConfig
+from utils.qat.config.tables import TARGETS
 from utils.qat.run.state import STATE
 
 # a step: notes that it was called, says a line and a warning, and leaves its result
@@ -135,7 +136,7 @@ def test_killed_it_takes_its_step_along_and_goes_on(made, tmp_path):
 # ---- plans ---------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize('engine', ENGINES)
+@pytest.mark.parametrize('engine', TARGETS)
 @pytest.mark.parametrize('trt', OPSETS)
 def test_each_step_is_a_command_that_its_program_takes(engine, trt, tmp_path):
     """Also of TensorRT, where there is none. What a step reads was named, or an earlier one has left it."""

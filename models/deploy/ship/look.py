@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from models.quantize.checkpoint import CheckpointFile
+from models.quantize.convert import find_twins
 from utils.qat.backends.pytorch import TorchModel
 from utils.qat.config.export import OPSETS, ExportConfig
 from utils.qat.config.ship import EPOCHS, ShipConfig
@@ -61,6 +62,10 @@ def look(config: ShipConfig) -> Facts:
     with quiet_upstream():
         file = CheckpointFile(config.weights)
         model = TorchModel(file.load_float(device))
+    if TARGETS[engine].integers:
+        find_twins(model.model, TARGETS[engine])
+        if config.batch > 1:
+            raise QatError(f'--batch {config.batch}: a file for {TARGETS[engine].title} takes one image; leave it out')
     config = config.for_model(model)
     config = config.decide(for_=engine, epochs=EPOCHS if device.type == 'cuda' else 0)
     data = model.task.load_data(config.data, model, names_from=config.names_from)

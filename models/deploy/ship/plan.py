@@ -13,6 +13,7 @@ from utils.qat.config.ship import ShipConfig
 from utils.qat.config.tables import FORMATS, TARGETS
 from utils.qat.core.command import command, typed_sides
 from utils.qat.core.run_folder import DELIVERED
+from utils.qat.vendors.vendor import Target
 
 SHOWN = 10  # images side by side
 DURATION = 3  # seconds of a measurement
@@ -44,11 +45,13 @@ class Plan:
 
     Attributes:
         target: the engine.
+        shown: the target whose files of the float model it takes, and whose backend takes the time; see Target.stand_in.
     """
 
     def __init__(self, facts: Facts, folder: Path) -> None:
         self.facts, self.folder, self.config = facts, folder, facts.config
         self.target = TARGETS[facts.config.for_ or '']
+        self.shown = TARGETS[self.target.stand_in or self.target.name]
         self.size = flags(imgsz=typed_sides(self.config.imgsz))
         self.read = self.typed('names_from', 'device', 'batch_size', 'workers')
         self.model = [*flags(weights=self.config.weights, data=self.config.data), *self.size, *self.read]
@@ -61,19 +64,19 @@ class Plan:
         """Return the words that name the folder of a step."""
         return flags(project=self.folder, name=name, exist_ok=True)
 
-    def deployed(self, checkpoint: Path) -> Path:
-        """Return the file that the engine runs, of a checkpoint in its folder."""
-        suffix = '.engine' if self.target.name == 'tensorrt' else FORMATS[self.target.include].suffix
+    def deployed(self, checkpoint: Path, target: Target) -> Path:
+        """Return the file that an engine runs, of a checkpoint in its folder."""
+        suffix = '.engine' if target.name == 'tensorrt' else FORMATS[target.include].suffix
         return checkpoint.with_name(f'{checkpoint.stem}{suffix}')
 
     @property
     def float_file(self) -> Path:
         """The float file that the engine runs."""
-        return self.deployed(self.folder / 'float' / self.config.weights.name)
+        return self.deployed(self.folder / 'float' / self.config.weights.name, self.shown)
 
     def int8_file(self, run: str) -> Path:
         """Return the INT8 file of a run of `quantize` that the engine runs."""
-        return self.deployed(self.folder / run / DELIVERED)
+        return self.deployed(self.folder / run / DELIVERED, self.target)
 
     def first(self) -> Iterator[Step]:
         """Yield the steps of the float model."""
@@ -86,12 +89,13 @@ class Plan:
 
     def files(self, name: str, checkpoint: Path, made: Path, **folder: Path) -> Iterator[Step]:
         """Yield the steps from a checkpoint to the file of the engine."""
-        include, batch, trt = self.target.include, self.config.batch, self.facts.trt
+        include, batch, trt = (self.shown if name == 'float' else self.target).include, self.config.batch, self.facts.trt
         own = {'dynamic': True, 'simplify': True} if include == 'onnx' else {'batch_size': batch} if batch > 1 else {}
         if trt != ExportConfig.trt:
             own |= {'trt': trt, **({'half': True} if trt > ExportConfig.trt and name == 'float' else {})}
         words = *flags(weights=checkpoint, include=include, **own, **folder), *self.size
-        file, kind = made.with_suffix(FORMATS[include].suffix), 'float' if name == 'float' else 'INT8'
+        file = made.with_name(f'{checkpoint.stem}{FORMATS[include].suffix}')
+        kind = 'float' if name == 'float' else 'INT8'
         yield Step(f'{name}-export', f'export, {kind}', file, EXPORTED, command('export_qat.py', *words))
         if made != file:
             line = command('scripts/build_engine.py', file, *flags(batch=batch))
@@ -121,7 +125,7 @@ class Plan:
         yield Step(name, 'AP and outputs of the files', self.folder / name / 'compare.json', seconds, line)
 
         name, where = f'{run}-speed', self.facts.engine_device
-        how = *flags(backend=self.target.name, device=where, batch=config.batch, duration=DURATION), *self.run(name)
+        how = *flags(backend=self.shown.name, device=where, batch=config.batch, duration=DURATION), *self.run(name)
         line = command('benchmark_trt.py', self.float_file, file, *how)
         yield Step(name, 'speed', self.folder / name / 'benchmark.json', 6 * DURATION, line)
 

@@ -134,6 +134,8 @@ def ways(plan: Plan, file: Path, checkpoint: Path) -> list[str]:
         lines += ['# Frigate: copy the file there, and of an .xml its .bin; docs/other-programs.md']
         lines += [f'detectors: {{own: {{type: {detector}}}}}']
         lines += [f'model: {{model_type: yolo-generic, input_tensor: nchw, input_dtype: float, {about}}}']
+    if plan.target.integers:
+        lines += ['# the compilers of the chips, and Frigate: docs/edge.md']
     if plan.target.name == 'tensorrt':
         lines += ['# DeepStream; for Triton and NMS inside: docs/deploy.md']
         lines += [command('export_yoloV9.py', '-w', checkpoint, '-s', *size, '--dynamic')]

@@ -20,6 +20,7 @@ from utils.qat.core.run_folder import own_folder
 from utils.qat.evaluation.metrics import finds_nothing, from_json
 
 ALL, PARTLY = 'quantize', 'quantize-partly'  # runs of `quantize`: all blocks, and some given back to float
+NO_CHIP = 'Times are those of {} on the CPU, not of a chip, and decide nothing: a chip computes only integers.'
 
 
 def work(plan: Plan, runner: Runner) -> None:
@@ -33,17 +34,18 @@ def work(plan: Plan, runner: Runner) -> None:
     if nothing := finds_nothing(from_json(read(scored.result))):
         raise QatError(f'--weights {config.weights}, --data {config.data}: the float model {nothing}')
     runner.run(rest)
-    found = Results(plan, ALL)
-    reasons = against_int8(found.outcome, config.max_drop, config.min_speedup)
-    tried = []
-    if [*reasons] == ['accuracy']:
+    found, chip = Results(plan, ALL), plan.target.integers
+    least = 0.0 if chip else config.min_speedup
+    reasons = against_int8(found.outcome, config.max_drop, least)
+    tried = [NO_CHIP.format(plan.shown.title)] * chip
+    if [*reasons] == ['accuracy'] and not chip:
         tried = [f'With all blocks in INT8: {found.outcome.speed}, and AP changes by {found.outcome.cost}.']
         LOGGER.info(f'{reasons["accuracy"]}: blocks return to float')
         sensitive = plan.sensitive()
         runner.ahead = [sensitive, *plan.quantized(PARTLY, sensitive=sensitive.result, max_drop=config.max_drop)]
         runner.run([*runner.ahead])
         found = Results(plan, PARTLY)
-        reasons = against_int8(found.outcome, config.max_drop, config.min_speedup)
+        reasons = against_int8(found.outcome, config.max_drop, least)
     conclude(plan, runner, found, reasons, tried)
 
 

@@ -13,9 +13,6 @@ from utils.qat.core.files import require_data, require_source
 verdict = partial(option, group='verdict')
 quantization = partial(option, group='quantization')
 EPOCHS = 10  # on a GPU
-ENGINES = tuple(
-    name for name, target in TARGETS.items() if not target.integers
-)  # of a chip nothing here tells the speed
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,7 +29,7 @@ class ShipConfig(ModelConfig):
     for_: str | None = option(
         None,
         'engine that runs the file; default: TensorRT with a GPU, else OpenVINO, else ONNX Runtime',
-        allowed=ENGINES,
+        allowed=tuple(TARGETS),
     )
     max_drop: float = verdict(
         1.0,

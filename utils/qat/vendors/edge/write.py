@@ -120,9 +120,10 @@ class EdgeFormat(Format):
 
     @override
     def paths(self, export: Export, path: Path) -> list[Path]:
-        stem = f'{path.name.removesuffix("-edge.tflite")}-{export.config.layout}'
-        suffixes = ('tflite', 'json', 'onnx') if export.config.layout == 'heads' else ('tflite', 'json')
-        return [path.with_name(f'{stem}.{suffix}') for suffix in suffixes]
+        if export.config.layout == 'coral':
+            return [path, path.with_suffix('.json')]
+        file = path.with_name(path.name.replace('-coral.', '-heads.'))
+        return [file, file.with_suffix('.json'), file.with_suffix('.onnx')]
 
     @override
     def require(self, export: Export) -> None:

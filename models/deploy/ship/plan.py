@@ -89,7 +89,11 @@ class Plan:
 
     def files(self, name: str, checkpoint: Path, made: Path, **folder: Path) -> Iterator[Step]:
         """Yield the steps from a checkpoint to the file of the engine."""
-        include, batch, trt = (self.shown if name == 'float' else self.target).include, self.config.batch, self.facts.trt
+        include, batch, trt = (
+            (self.shown if name == 'float' else self.target).include,
+            self.config.batch,
+            self.facts.trt,
+        )
         own = {'dynamic': True, 'simplify': True} if include == 'onnx' else {'batch_size': batch} if batch > 1 else {}
         if trt != ExportConfig.trt:
             own |= {'trt': trt, **({'half': True} if trt > ExportConfig.trt and name == 'float' else {})}

@@ -38,7 +38,7 @@ EPILOG = (
 
 def parse_args(argv: Sequence[str] | None) -> BenchmarkConfig:
     """Parse the command line into settings."""
-    return read(BenchmarkConfig, argv, __doc__.splitlines()[0], EPILOG)
+    return read(BenchmarkConfig, argv, __doc__.splitlines()[0], epilog=EPILOG)
 
 
 def next_command(models: Sequence[Path], data: Path | None, tasks: Mapping[Path, Task]) -> str:
@@ -82,10 +82,9 @@ def main(argv: Sequence[str] | None = None) -> None:
 
     from models.quantize.checkpoint import CheckpointFile
     from utils.qat.backends.pytorch import TorchModel
-    from utils.qat.benchmark.accuracy import score
-    from utils.qat.benchmark.model_files import give_sizes, read_model_files
+    from utils.qat.benchmark.model_files import give_sizes, read_model_files, with_float_beside
     from utils.qat.benchmark.report import disturbance, write_benchmark
-    from utils.qat.benchmark.run import run_in_groups
+    from utils.qat.benchmark.run import run_in_groups, score
     from utils.qat.benchmark.sweep import measurements_of
     from utils.qat.benchmark.usage import Usage
     from utils.qat.core.machine import machine, select_device
@@ -98,7 +97,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     if config.files != config.models:
         require_file(config.files[0], '--baseline')
     device = select_device(config.device, exact=False)
-    models = read_model_files(config.files, lambda file: CheckpointFile(file).kind)
+    files = config.files if config.precision else with_float_beside(config.files)
+    models = read_model_files(files, lambda file: CheckpointFile(file).kind)
     give_sizes(models, open_checkpoint)
     if config.data:
         known = {load_task(model.task) for model in models if model.task in TASKS}

@@ -66,7 +66,7 @@ def compare_images(
     if config.data:
         data = task.labelled(config, max(models, key=lambda m: m.stride), size)
         for file, model in zip(config.models, models):
-            if task.boxes or model.ours:
+            if task.boxes or model.by_toolkit:
                 with naming(file):  # the classes of each are the data's
                     task.load_data(config.data, model, names_from=config.names_from)
         loader, names = data.loader, data.names

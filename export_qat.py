@@ -53,7 +53,7 @@ def next_commands(export: Export) -> list[str]:
         return [line for each, file in written.items() for line in each.next_commands(export, file, data)]
     following = []
     for file in fair:
-        by = ['--backend', file.typed_backend] if file.typed_backend else []
+        by = ['--backend', file.named_backend] if file.named_backend else []
         following.append(command('qat.py', 'eval', '--weights', file.path, '--data', data, *by))
     return following
 

@@ -25,7 +25,7 @@ def parse_args(argv: Sequence[str] | None) -> DeepStreamConfig:
         DeepStreamConfig,
         argv,
         __doc__.splitlines()[0],
-        'Writes WEIGHTS.onnx beside the checkpoint, and labels.txt and config_infer_primary_yoloV9.txt to the current folder; with --project all three there. '
+        epilog='Writes WEIGHTS.onnx, labels.txt and config_infer_primary_yoloV9.txt beside the checkpoint or into --project. '
         'Others of the last two names are not replaced.',
     )
 

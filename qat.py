@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 sys.path.insert(0, str(Path(__file__).resolve().parent))  # the patched tree; PYTHONSAFEPATH leaves it out
 from utils.qat.config.common import FolderConfig
 from utils.qat.config.qat import DECIDERS, EvalConfig, QuantizeConfig, SensitiveConfig
-from utils.qat.config.settings import add_options, flag_of, plain, settings_of, typed_words
+from utils.qat.config.settings import add_options, command_words, flag_of, plain, settings_of
 from utils.qat.config.ship import ShipConfig
 from utils.qat.config.tables import CHECKPOINTS, EXPORTED
 from utils.qat.core.command import Parser, command, explain_out_of_memory, repeated, resumable, run_command
@@ -31,7 +31,7 @@ from utils.qat.core.machine import describe
 from utils.qat.core.run_folder import run_folder
 
 if TYPE_CHECKING:
-    from models.quantize.run.inputs import Inputs
+    from models.quantize.run.run import Inputs
 
 
 def parse_args(argv: Sequence[str] | None) -> Sequence[QuantizeConfig | SensitiveConfig | EvalConfig | ShipConfig]:
@@ -73,10 +73,10 @@ def dry_run(config: QuantizeConfig) -> None:
     from models.quantize.plan import resolve
     from utils.qat.backends.pytorch import TorchModel
     from utils.qat.run.report import dry_run_tables
-    from utils.qat.untrusted.torchvision_weights import fetched
+    from utils.qat.untrusted.torchvision_weights import fetch
 
     with quiet_upstream(), TemporaryDirectory() as scratch:
-        file = checkpoint.CheckpointFile(fetched(config.weights, Path(scratch)))
+        file = checkpoint.CheckpointFile(fetch(config.weights, Path(scratch)))
         model = file.load_float()
     loaded = TorchModel(model)
     config = resolve(config.for_model(loaded), model, 'cuda')  # which allows every option: nothing is computed there
@@ -94,7 +94,7 @@ def dry_run(config: QuantizeConfig) -> None:
         if config.data.name != QuantizeConfig.data.name:
             LOGGER.warning(f'{e}; the run will need {loaded.task.takes}')
         config = replace(config, data=Path(loaded.task.placeholder))
-    finish(command('qat.py', 'quantize', *typed_words(vars(config), type(config))))
+    finish(command('qat.py', 'quantize', *command_words(vars(config), type(config))))
 
 
 def open_folder(inputs: Inputs, folder: Path | None) -> Path:
@@ -123,8 +123,7 @@ def quantize(config: QuantizeConfig, folder: Path | None) -> None:
 
     folder: see run_folder.run_folder. With config.resume it has an interrupted run, which continues.
     """
-    from models.quantize.run.inputs import open_inputs
-    from models.quantize.run.run import open_run
+    from models.quantize.run.run import open_inputs, open_run
     from models.quantize.run.stages import run_stages
     from utils.qat.core.run_folder import DELIVERED
     from utils.qat.run.report import conclusions, export_of_run, run_table
@@ -149,10 +148,17 @@ def sensitive(config: SensitiveConfig, folder: Path | None) -> None:
     from models.quantize.analysis.sensitivity import analyse
     from models.quantize.calibration.ptq import calibrated
     from models.quantize.network import require_known_head
-    from models.quantize.run.inputs import open_inputs
+    from models.quantize.run.run import open_inputs
     from utils.qat.core.machine import versions
     from utils.qat.evaluation.chance import in_words
-    from utils.qat.run.sensitivity_summary import FILE, change_in, summary_table, write_summary
+    from utils.qat.run.sensitivity_summary import (
+        FILE,
+        change_in,
+        nothing_lost,
+        options_for,
+        summary_table,
+        write_summary,
+    )
 
     inputs = open_inputs(config)
     config = inputs.config
@@ -187,20 +193,19 @@ def sensitive(config: SensitiveConfig, folder: Path | None) -> None:
     }
     own = {f.name for f in fields(FolderConfig)}
     shared = {name: value for name, value in vars(config).items() if name not in own}
-    following = command(
-        *('qat.py', 'quantize', *typed_words(shared, QuantizeConfig)),
-        *('--sensitive', folder / FILE, '--max-drop', 0.2),
-    )
+    options = [folder / FILE if word == FILE else word for word in options_for(summary)]
+    following = command('qat.py', 'quantize', *command_words(shared, QuantizeConfig), *options)
     on_first(write_summary)(folder, summary, inputs.task, following)
     LOGGER.info('  '.join(f'{k} {v:.1f} s' for k, v in times.items()))
     if 'against_float' in found['int8']:
         LOGGER.info(
             f'all {change_in(summary)} against float: {in_words(found["int8"]["against_float"], inputs.task.metrics.choosing()[1])} on these {summary["images"]} images'
         )
-    LOGGER.log(
-        RESULT,
-        f'\n{summary["images"]} images {inputs.task.seen_as(config.imgsz, True)}\n\n{summary_table(summary, inputs.task, 10)}\n',
+    said = (
+        f'{summary["images"]} images {inputs.task.seen_as(config.imgsz, True)}',
+        summary_table(summary, inputs.task, 10),
     )
+    LOGGER.log(RESULT, '\n' + '\n\n'.join(filter(None, (*said, nothing_lost(summary)))) + '\n')
     finish(following, summary=folder / FILE, report=folder / 'sensitivity.md')
 
 
@@ -240,9 +245,9 @@ def main(argv: Sequence[str] | None = None, **needs: Any) -> int | None:
         dry_run(config)
         return None
     if any(is_network(each.weights) for each in configs):
-        from utils.qat.untrusted.torchvision_weights import fetched
+        from utils.qat.untrusted.torchvision_weights import fetch
 
-        configs = [replace(each, weights=fetched(each.weights)) for each in configs]
+        configs = [replace(each, weights=fetch(each.weights)) for each in configs]
         config = configs[0]
     for each in configs:
         each.require_files()

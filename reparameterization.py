@@ -47,7 +47,7 @@ def parse_args(argv: Sequence[str] | None) -> Namespace:
     return args
 
 
-def check_against(args: Namespace, model: nn.Module, single: nn.Module) -> None:
+def require_match(args: Namespace, model: nn.Module, single: nn.Module) -> None:
     """Compare --cfg, --model and --classes_num with the checkpoint's `model`, and `single`, converted from it.
 
     Raises QatError that names both sides of a mismatch.
@@ -95,7 +95,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             )
         parameters = sum(p.numel() for p in model.parameters())
         single, difference = main_branch(model, f'--weights {args.weights}')
-        check_against(args, model, single)
+        require_match(args, model, single)
 
     remaining = sum(p.numel() for p in single.parameters())
     args.save.parent.mkdir(parents=True, exist_ok=True)

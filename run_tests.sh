@@ -5,7 +5,7 @@
 #   ./run_tests.sh --unit              the laws of tests/unit alone, in seconds; they need no YOLOv9
 #   ./run_tests.sh --faults            kills, full disks, damaged and hostile files, more models, and only these
 #   ./run_tests.sh -n 0 -k reparam     some of the first, in one process
-#   ./run_tests.sh --faults tests/untrusted/test_mutations.py --mutations 1000 --seed 1    random changes of each kind of file
+#   ./run_tests.sh --faults tests/upstream/untrusted/test_mutations.py --mutations 1000 --seed 1    random changes of each kind of file
 #   ./run_tests.sh --slow              those that take more than half a minute too
 #   ./run_tests.sh --gpu               those that need an NVIDIA GPU, and only these
 #   ./run_tests.sh --latest ...        in a .venv which, where there is none, gets the newest of every package, not the tested set

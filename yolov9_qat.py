@@ -54,7 +54,7 @@ def adapt(model: nn.Module, activation: str, target: str, images: Batches = (), 
         how = learning.Learning(epochs, len(images), learning.RATE, boxes=True)
         with exact_convolutions():
             list(learning.adapt(student, model, images, how))
-    return activations.finished(student).eval()
+    return activations.finish_exchange(student).eval()
 
 
 def prepare(model: nn.Module, target: str, exclude: Sequence[str] = (), only: Sequence[str] = ()) -> None:

@@ -30,7 +30,7 @@ import torch
 
 from models.deploy.formats.onnx import export_onnx
 from models.quantize import checkpoint
-from models.quantize.activations import chosen_activations, exchanged, finished
+from models.quantize.activations import chosen_activations, exchanged, finish_exchange
 from models.quantize.calibration.calibrate import fit_ranges
 from models.quantize.calibration.ptq import prepare
 from openvino_nncf import CPU, in_bf16, quantized_by_nncf, time_in_turns
@@ -115,7 +115,7 @@ def measure(args: argparse.Namespace, folder: Path) -> dict[str, dict[str, float
                 images = Loaders(data, config, teacher.stride, CPU).calibration()
                 model = teacher.model
                 if config.exchanges:
-                    model = finished(exchanged(model, activation, chosen_activations(model, config)))
+                    model = finish_exchange(exchanged(model, activation, chosen_activations(model, config)))
                 found = sessions_of(model, images, config, folder / f'{engine}-{activation}', args.nncf)
                 sessions |= {f'{activation}, {name}': session for name, session in found.items()}
     return time_in_turns(sessions, next(iter(images))[:1], args.rounds)

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # says what is missing where there is no tree
 sys.path.insert(0, os.getcwd())
 from utils.qat.core.command import Parser, run_command
-from utils.qat.core.errors import QatError, one_line
+from utils.qat.core.errors import QatError, reporting
 from utils.qat.core.files import write_torch
 from utils.qat.core.log import quiet_upstream
 
@@ -60,10 +60,8 @@ def classifier_from(state: dict[str, Any]) -> nn.Module:
     names, cutoff = state['names'], state['yaml']['cutoff']
     detector = DetectionModel(str(Path(__file__).parent / 'yolov9-demo.yaml'))
     model = ClassificationModel(model=detector, nc=len(names), cutoff=cutoff)
-    try:
+    with reporting('tensors are missing, left over or of another shape', RuntimeError):
         model.load_state_dict(state['state_dict'], strict=True)
-    except RuntimeError as e:
-        raise QatError(f'tensors are missing, left over or of another shape: {one_line(e)}') from e
     model.names = names
     return model.half().eval().requires_grad_(False)
 

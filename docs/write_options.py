@@ -6,6 +6,7 @@
 Needs Python alone. A test compares the page with what this script writes.
 """
 
+import re
 import sys
 from collections.abc import Iterator
 from dataclasses import Field
@@ -33,11 +34,10 @@ COMMANDS: dict[str, type[Settings]] = {
 }
 INTRODUCTION = """# Options
 
-Here you look up the options of each command, with the default in brackets. `segment/qat_seg.py` and `classify/qat_cls.py` are `qat.py` for one task. Files and exit
-codes: [results.md](results.md). Options of other tools: [migration.md](migration.md). All commands have `-h`, `--quiet` (errors, warnings and the result) and
-`--verbose` (details and upstream's messages too).
+Each option in a clause, with its default in brackets; `-h` of the command says more. All commands have `--quiet` and `--verbose` too. `segment/qat_seg.py` and
+`classify/qat_cls.py` are `qat.py` for one task. [Files and exit codes](results.md). [Options of other tools](migration.md).
 
-<!-- Written by docs/write_options.py. Change the option, not this page. -->"""
+<!-- docs/write_options.py writes this page. -->"""
 
 
 def flag(field: Field, option: Option) -> str:
@@ -46,6 +46,11 @@ def flag(field: Field, option: Option) -> str:
     values = option.metavar or (f'{{{",".join(map(str, choices))}}}' if choices else '')
     names = [] if option.positional else [flag_of(field.name, False if field.default is True else None)]
     return ' '.join([*names, values]).strip()
+
+
+def clause(text: str) -> str:
+    """Shorten a help text to its first clause, and keep what 0 means."""
+    return re.split(r'[.;:] (?!0 = )|, such as ', text)[0]
 
 
 def section(command: str, known: dict[tuple[str, str], tuple[str, str]]) -> Iterator[str]:
@@ -66,7 +71,7 @@ def section(command: str, known: dict[tuple[str, str], tuple[str, str]]) -> Iter
             default = default and f' ({default})'
             first, told = known.setdefault((name, text), (command, default))
             if first == command:
-                items.append(f'- `{name}`: {text}{default}')
+                items.append(f'- `{name}`: {clause(text)}{default}')
             else:
                 same.setdefault(first, []).append(f'`{name.split()[0]}`{default if default != told else ""}')
         if items and title != WHAT:

@@ -5,14 +5,15 @@
 python scripts/audit_onnx.py runs/qat/exp/weights/best.onnx --strict --json audit.json
 """
 
-import argparse
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the patched tree; Python starts in scripts/
-from utils.qat.core.command import Parser, command, run_command
+from utils.qat.config.deploy import AuditConfig
+from utils.qat.config.settings import read
+from utils.qat.core.command import command, run_command
 from utils.qat.core.errors import QatError, naming
 from utils.qat.core.files import require_file
 from utils.qat.core.log import LOGGER, RESULT, finish, is_verbose
@@ -20,18 +21,9 @@ from utils.qat.core.log import LOGGER, RESULT, finish, is_verbose
 SHOWN = 10  # lines of a list without --verbose
 
 
-def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
-    """Read the command line; None = the arguments of this process."""
-    parser = Parser(description=__doc__.splitlines()[0], verbose=f'whole lists, not the first {SHOWN} lines')
-    parser.add_argument('model', type=Path, metavar='MODEL.onnx', help='exported graph')
-    parser.add_argument('--json', type=Path, metavar='FILE', help='write the whole audit to FILE')
-    parser.add_argument(
-        '--openvino',
-        action='store_true',
-        help='compile the file in OpenVINO as well: layers that run in INT8 here, layers that do not and why, and their time',
-    )
-    parser.add_argument('--strict', action='store_true', help='exit with 1 if there is any finding')
-    return parser.parse_args(argv)
+def parse_args(argv: Sequence[str] | None) -> AuditConfig:
+    """Parse the command line into settings."""
+    return read(AuditConfig, argv, __doc__.splitlines()[0], verbose=f'whole lists, not the first {SHOWN} lines')
 
 
 def in_openvino(file: Path, reasons: dict[str, str], shown: int | None) -> tuple[str, dict[str, Any]]:

@@ -22,7 +22,7 @@ from utils.qat.config.settings import add_options
 from utils.qat.config.tasks import task_named
 from utils.qat.core.command import Parser, command, run_command
 from utils.qat.core.errors import QatError
-from utils.qat.core.files import require_ours, require_source
+from utils.qat.core.files import require_ours, require_source, write_json
 from utils.qat.core.log import LOGGER, alive, bar, finish
 
 if TYPE_CHECKING:
@@ -37,7 +37,7 @@ class Which(Action):
     def __init__(self, option_strings: Sequence[str], dest: str, help: str) -> None:
         super().__init__(option_strings, SUPPRESS, nargs=0, default=SUPPRESS, help=help)
 
-    def __call__(self, parser: ArgumentParser, *_: Any) -> None:
+    def __call__(self, parser: ArgumentParser, *_: object) -> None:
         """Print the version and end the process."""
         from utils.qat.vendors.tensorrt.engine.api import find_trtexec, load_tensorrt, version_of
 
@@ -67,7 +67,6 @@ def measure_layers(config: BuildConfig, layer: Path, profile: Path) -> None:
     """Measure the layers of config.engine on random images of the best batch, and write the JSON files."""
     import torch
 
-    from utils.qat.core.files import write_json
     from utils.qat.vendors.tensorrt.session import TensorRT
 
     if not torch.cuda.is_available():
@@ -120,14 +119,15 @@ def build(config: BuildConfig, trtexec: str | None, layer: Path | None, profile:
     layer, profile: JSON files for a measurement of its layers; None = none.
     """
     from utils.qat.vendors.tensorrt.engine.api import VERSIONS, version_of
-    from utils.qat.vendors.tensorrt.engine.build import EngineFromOnnx
+    from utils.qat.vendors.tensorrt.engine.build import EngineFromOnnx, build_with_trtexec
     from utils.qat.vendors.tensorrt.engine.plan import Plan
-    from utils.qat.vendors.tensorrt.engine.trtexec import build_with_trtexec
 
     version = version_of(trtexec) if trtexec else None
     require_tuner(config, version)
     usual = 'INT8 engines of 640 pixels took 5 to 6 minutes on an H100'
-    LOGGER.info(f'building {config.engine}; {earlier_build(config) or usual}')
+    seconds = earlier(config).get('seconds')
+    timed = f'the last build took {seconds:g} s' if isinstance(seconds, int | float) else usual
+    LOGGER.info(f'building {config.engine}; {timed}')
     if trtexec is None or version is None:
         built = EngineFromOnnx(config, lambda: bar(None, 'building', unit='steps')).build()
         if layer and profile:
@@ -146,15 +146,14 @@ def build(config: BuildConfig, trtexec: str | None, layer: Path | None, profile:
         )
 
 
-def earlier_build(config: BuildConfig) -> str:
-    """Say how long the last build of this engine took; '' if nothing tells."""
+def earlier(config: BuildConfig) -> dict[str, Any]:
+    """Return the sidecar of an earlier build of this engine; empty without one, or if it is damaged: it is written anew."""
     from utils.qat.vendors.tensorrt.engine.sidecar import read_sidecar
 
     try:
-        seconds = (read_sidecar(config.engine) or {}).get('seconds')
-    except QatError:  # damaged; it is written anew
-        return ''
-    return f'the last build took {seconds:g} s' if isinstance(seconds, int | float) else ''
+        return read_sidecar(config.engine) or {}
+    except QatError:
+        return {}
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -172,6 +171,8 @@ def main(argv: Sequence[str] | None = None) -> None:
             '--generate-graph: not with --tune-build-routes; draw the engine that it keeps: trtexec --loadEngine'
         )
     layer, profile = (config.engine.with_suffix(f'.{what}.json') for what in ('layer', 'profile'))
+    if graph and not earlier(config).get('layers'):  # the sidecar tells that they are ours: TensorRT writes them
+        require_ours([layer, profile], 'rename it, or give another --engine')
     trtexec = find_trtexec() if config.trtexec and config.backend == 'tensorrt' else None
     with alive('still building'):
         built = build(config, trtexec, layer if graph else None, profile if graph else None)
@@ -183,6 +184,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         f'{config.onnx} -> {config.engine}: {built["precision"]}, {built["built_by"]}, {shapes}, {built["bytes"] / 1e6:.1f} MB'
     )
     if graph:
+        write_json(sidecar_of(config.engine), {**built, 'layers': layer.name})
         following = command('scripts/draw_engine.py', '--layer', layer, '--profile', profile)
     else:
         shape = next(iter(built['inputs'].values()))['opt']

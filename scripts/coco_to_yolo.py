@@ -6,8 +6,6 @@ The labels go where YOLOv9 looks for them: the label of .../images/.../a.jpg is 
 order of their COCO ids; the command prints them as `names:` of a data YAML. Crowds and boxes without an area are left out.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import os
@@ -57,7 +55,7 @@ def line(box: Sequence[float], width: float, height: float, number: int) -> str 
     return f'{number} {(left + right) / 2:.6f} {(top + bottom) / 2:.6f} {right - left:.6f} {bottom - top:.6f}'
 
 
-def _is_path(value: Any) -> bool:
+def _is_path(value: object) -> bool:
     return type(value) is str and is_printable(value)
 
 

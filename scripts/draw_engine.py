@@ -4,40 +4,23 @@ trtexec --loadEngine=model.engine --profilingVerbosity=detailed --exportLayerInf
 python scripts/draw_engine.py --layer layers.json --profile profile.json
 """
 
-import argparse
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the patched tree; Python starts in scripts/
-from utils.qat.core.command import Parser, command, run_command
+from utils.qat.config.deploy import DrawConfig
+from utils.qat.config.settings import read
+from utils.qat.core.command import command, run_command
 from utils.qat.core.errors import QatError
 from utils.qat.core.log import LOGGER, RESULT, finish, is_verbose
 
 SHOWN = 10  # lines of a list without --verbose
 
 
-def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
-    """Read the command line; None = the arguments of this process."""
-    parser = Parser(description=__doc__.splitlines()[0], verbose=f'whole lists, not the first {SHOWN} lines')
-    parser.add_argument(
-        '--layer',
-        type=Path,
-        required=True,
-        metavar='L.json',
-        help='layer information of an engine built with '
-        '--profilingVerbosity=detailed: trtexec --exportLayerInfo=L.json',
-    )
-    parser.add_argument(
-        '--profile', type=Path, metavar='P.json', help='times of the layers: trtexec --exportProfile=P.json'
-    )
-    parser.add_argument(
-        '--output',
-        type=Path,
-        metavar='PREFIX',
-        help='write PREFIX.csv, .dot, .svg and .png (default: L; in a folder: FOLDER/L)',
-    )
-    return parser.parse_args(argv)
+def parse_args(argv: Sequence[str] | None) -> DrawConfig:
+    """Parse the command line into settings."""
+    return read(DrawConfig, argv, __doc__.splitlines()[0], verbose=f'whole lists, not the first {SHOWN} lines')
 
 
 def next_commands(layer: Path) -> list[str]:
@@ -50,7 +33,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Write the tables and pictures of the engine, and print its findings."""
     args = parse_args(argv)
 
-    from utils.qat.core.files import write_text
+    from utils.qat.core.files import is_ours, require_ours, write_text
     from utils.qat.vendors.tensorrt.engine import layer_graph, layer_rules, layer_tables
     from utils.qat.vendors.tensorrt.engine.layers import read_engine
 
@@ -58,6 +41,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     prefix = args.output or args.layer.with_suffix('')
     prefix = prefix / args.layer.stem if prefix.is_dir() else prefix
     csv, dot, svg, png = (prefix.with_name(f'{prefix.name}.{suffix}') for suffix in ('csv', 'dot', 'svg', 'png'))
+    if not is_ours(dot):  # the others cannot hold its mark
+        require_ours([csv, dot, svg, png], 'rename it, or give another --output')
     findings = layer_rules.findings(engine)
     LOGGER.log(
         RESULT, f'{args.layer}\n{layer_tables.engine_report(engine, findings, None if is_verbose() else SHOWN)}\n'

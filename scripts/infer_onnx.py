@@ -1,6 +1,6 @@
 """Detect objects in images with a model of any kind, as it is evaluated: print them and, with --save, draw them.
 
-    python scripts/infer_onnx.py MODEL.onnx IMAGE|FOLDER [--backend onnxruntime|openvino] [--save]
+    python scripts/infer_onnx.py MODEL.onnx [MODEL ...] IMAGE|FOLDER [--backend onnxruntime|openvino] [--save]
 
     image, BGR uint8 [h, w, 3] → letterbox → RGB FP32 [1, 3, H, W] in 0..1 → MODEL → NMS → detections → pixels of the image
 
@@ -22,7 +22,7 @@ from utils.qat.config.settings import image_size, read
 from utils.qat.config.tables import CHECKPOINTS, EXPORTED
 from utils.qat.core.command import command, run_command
 from utils.qat.core.errors import QatError
-from utils.qat.core.files import atomic, require_file
+from utils.qat.core.files import atomic, distinct_names, require_file
 from utils.qat.core.log import LOGGER, RESULT, finish
 from utils.qat.core.run_folder import own_folder
 
@@ -104,18 +104,18 @@ class DeepStreamFile:
         return torch.cat((xyxy2xywh(boxes), each), 1).T[None]
 
 
-def open_model(config: InferConfig, device: torch.device) -> Any:
+def open_model(file: Path, backend: str | None, device: torch.device) -> Any:
     """Open a detector or a segmentation model, see file_model.py."""
     from models.deploy.load import load_model
     from utils.qat.vendors.load import open_session
 
-    if config.model.suffix not in CHECKPOINTS:
-        session = open_session(config.model, device, config.backend)
+    if file.suffix not in CHECKPOINTS:
+        session = open_session(file, device, backend)
         if [list(shape)[2:] for shape in session.signature().outputs.values()] == [[6]]:
             return DeepStreamFile(session)
-    predict = load_model(config.model, device, config.backend)
+    predict = load_model(file, device, backend)
     if not predict.task.boxes:
-        raise QatError(f'{config.model}: {predict.task.title}, which finds no boxes; use: python qat.py eval')
+        raise QatError(f'{file}: {predict.task.title}, which finds no boxes; use: python qat.py eval')
     return predict
 
 
@@ -154,16 +154,22 @@ def masks_of(found: Detections, place: Placement) -> Iterator[np.ndarray]:
 
 
 def drawn(image: np.ndarray, rows: Sequence[Sequence[float]], masks: Sequence[np.ndarray], names: dict) -> np.ndarray:
-    """Draw detections (x1, y1, x2, y2, score, class) and their masks into a BGR image, a colour for each class."""
+    """Draw detections (x1, y1, x2, y2, score, class) into a BGR image, a colour for each class; with masks a colour for each mask.
+
+    The names come last, that of the highest score above the others, so that no box of a neighbour crosses them.
+    """
     import numpy as np
     from utils.plots import Annotator, colors
 
     image = image.copy()
-    for (*_, number), mask in zip(rows, masks):
-        image[mask] = image[mask] // 2 + np.uint8(colors(int(number), True)) // 2
+    tones = [colors(i if masks else int(number), True) for i, (*_, number) in enumerate(rows)]
+    for tone, mask in zip(tones, masks):
+        image[mask] = image[mask] // 2 + np.uint8(tone) // 2
     picture = Annotator(image, example=''.join(map(str, names.values())))
-    for *box, score, number in rows:
-        picture.box_label(box, f'{names.get(int(number), int(number))} {score:.2f}', colors(int(number), True))
+    for (*box, _, _), tone in zip(rows, tones):
+        picture.box_label(box, '', tone)
+    for (left, top, *_, score, number), tone in reversed([*zip(rows, tones)]):
+        picture.box_label((left, top, left, top), f'{names.get(int(number), int(number))} {score:.2f}', tone)
     return picture.result()
 
 
@@ -182,42 +188,54 @@ def save(image: np.ndarray, path: Path) -> None:
         tmp.write_bytes(content.tobytes())
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Detect objects in all images; return 1 if an image could not be read, else 0."""
-    config = read(InferConfig, argv, __doc__.partition('\n')[0])
-    require_file(config.model, 'MODEL', CHECKPOINTS + EXPORTED)
-    files = image_files(config.images)
-
-    from utils.qat.core.machine import select_device
-
-    predict = open_model(config, select_device(config.device))
+def infer(predict: Any, files: dict[Path, str], config: InferConfig, folder: Path | None) -> int:
+    """Detect objects in files (file → its name), print them, and draw them into `folder`; return how many cannot be read."""
     size = predict.imgsz or image_size(config.imgsz, predict)
     names = predict.names or {}
     unread = total = skipped = 0
-    with own_folder(config) if config.save else nullcontext() as folder:
-        for file, name in files.items():
-            image = read_image(file)
-            if image is None:
-                LOGGER.warning(f'{file}: OpenCV cannot read it')
-                unread += 1
-                continue
-            rows, masks, left_out = detections(predict, image, size, config)
-            skipped += left_out
-            for i, (*box, score, number) in enumerate(rows):
-                of_mask = f'  {masks[i].sum()} px' if masks else ''
-                what = f'{names.get(int(number), int(number))} {score:.3f}'
-                LOGGER.info(f'{name}: {what}  {" ".join(f"{x:.1f}" for x in box)}{of_mask}')
-            if not rows:
-                LOGGER.info(f'{name}: nothing found')
-            if folder:
-                save(drawn(image, rows, masks, names), folder / name)
-            total += len(rows)
+    for file, name in files.items():
+        image = read_image(file)
+        if image is None:
+            LOGGER.warning(f'{file}: OpenCV cannot read it')
+            unread += 1
+            continue
+        rows, masks, left_out = detections(predict, image, size, config)
+        skipped += left_out
+        for i, (*box, score, number) in enumerate(rows):
+            of_mask = f'  {masks[i].sum()} px' if masks else ''
+            what = f'{names.get(int(number), int(number))} {score:.3f}'
+            LOGGER.info(f'{name}: {what}  {" ".join(f"{x:.1f}" for x in box)}{of_mask}')
+        if not rows:
+            LOGGER.info(f'{name}: nothing found')
+        if folder:
+            save(drawn(image, rows, masks, names), folder / name)
+        total += len(rows)
     broken = f' ({skipped} more left out: NaN or infinite)' if skipped else ''
     saved = f', pictures in {folder}' if folder else ''
     for line in predict.notes:
         LOGGER.info(line)
     LOGGER.log(RESULT, f'{total} detections{broken} in {len(files) - unread} images{saved}')
-    finish(*([] if folder else [command('scripts/infer_onnx.py', config.model, config.images, '--save')]))
+    return unread
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Detect objects in all images with each model; return 1 if an image could not be read, else 0."""
+    config = read(InferConfig, argv, __doc__.partition('\n')[0])
+    for model in config.models:
+        require_file(model, 'MODEL', CHECKPOINTS + EXPORTED)
+    files, unread = image_files(config.images), 0
+
+    from utils.qat.core.machine import select_device
+
+    device = select_device(config.device)
+    with own_folder(config) if config.save else nullcontext() as folder:
+        for model, name in zip(config.models, distinct_names(config.models)):
+            own = folder
+            if len(config.models) > 1:
+                LOGGER.log(RESULT, f'\n{name}')
+                own = folder and folder / name.strip('./').replace('/', '_')
+            unread += infer(open_model(model, config.backend, device), files, config, own)
+    finish(*([] if folder else [command('scripts/infer_onnx.py', *config.models, config.images, '--save')]))
     return 1 if unread else 0
 
 

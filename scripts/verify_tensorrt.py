@@ -2,11 +2,9 @@
 
     python scripts/verify_tensorrt.py --weights INT8.pt --float FLOAT.pt --data DATA.yaml --imgsz 640
 
-The rows are tests (tests/verify/test_tensorrt.py), so it runs in the toolkit's own folder, on the tree of $YOLOV9_DIR or .work/yolov9.
+The rows are tests (tests/gpu/verify/test_tensorrt.py), so it runs in the toolkit's own folder, on the tree of $YOLOV9_DIR or .work/yolov9.
 scripts/verify_tensorrt.sh does the same with the included demo and its set-up.
 """
-
-from __future__ import annotations
 
 import json
 import os
@@ -23,7 +21,7 @@ from utils.qat.core.command import ALONE, run_command
 from utils.qat.core.errors import QatError
 from utils.qat.core.files import require_data, require_file
 
-ROWS = Path(__file__).resolve().parents[1] / 'tests' / 'verify' / 'test_tensorrt.py'
+ROWS = Path(__file__).resolve().parents[1] / 'tests' / 'gpu' / 'verify' / 'test_tensorrt.py'
 PYTEST = (  # the limit of time is --minutes
     *('-m', 'tensorrt', '-v', '--no-header', '--tb', 'short', '-o', 'timeout=0'),
     *('-p', 'no:warnings', '-p', 'no:cacheprovider'),

@@ -113,7 +113,7 @@ def pytest_addoption(parser):
 
 
 def asks_for_tensorrt(config):
-    """Whether the rows of tests/verify are asked for, by -m tensorrt; they take many minutes."""
+    """Whether the rows of tests/gpu/verify are asked for, by -m tensorrt; they take many minutes."""
     return 'tensorrt' in config.getoption('markexpr')
 
 
@@ -141,8 +141,7 @@ def pytest_configure(config):
 
     if TREE == REPO:
         return
-    import faults
-    import zoo
+    from helpers import faults, zoo
 
     for module in (zoo, faults):
         config.pluginmanager.register(module)

@@ -1,7 +1,5 @@
 """Agreement of a written file with PyTorch: the model to trace, test images, and the allowed differences of the outputs."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from copy import deepcopy

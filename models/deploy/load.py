@@ -38,5 +38,6 @@ def predicting(model: torch.nn.Module) -> TorchModel:
 
 
 def load_format(name: str) -> Format:
-    """Import the module of a format and return its FORMAT. name: a key of FORMATS."""
-    return import_module(FORMATS[name].module).FORMAT
+    """Import a format. name: a key of FORMATS."""
+    module, _, attribute = FORMATS[name].module.partition(':')
+    return getattr(import_module(module), attribute or 'FORMAT')

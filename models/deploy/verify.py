@@ -1,7 +1,5 @@
 """--verify: written files against PyTorch, on labelled images."""
 
-from __future__ import annotations
-
 from dataclasses import asdict
 from importlib import import_module
 from importlib.util import find_spec

@@ -135,7 +135,7 @@ def exchanges(model: nn.Module) -> dict[str, Exchange]:
     return {path: m for path, m in model.named_modules() if isinstance(m, Exchange)}
 
 
-def restored(model: nn.Module, paths: Collection[str]) -> nn.Module:
+def restore(model: nn.Module, paths: Collection[str]) -> nn.Module:
     """Put the old activation functions back in the place of the exchanges at `paths`, in place, and return the model.
 
     Raises QatError if no exchange is left.
@@ -148,7 +148,7 @@ def restored(model: nn.Module, paths: Collection[str]) -> nn.Module:
     return model
 
 
-def finished(model: nn.Module) -> nn.Module:
+def finish_exchange(model: nn.Module) -> nn.Module:
     """Put the new activation functions in the place of the exchanges, in place, and return the model."""
     for path, exchange in exchanges(model).items():
         replace_module(model, path, exchange.new)

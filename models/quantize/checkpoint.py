@@ -25,7 +25,7 @@ from models.quantize.scales import shared_scales
 from utils.qat.backends.pytorch import stride_of, task_of
 from utils.qat.config.tables import CHECKPOINTS
 from utils.qat.core.command import command
-from utils.qat.core.errors import QatError, one_line
+from utils.qat.core.errors import QatError, one_line, reporting
 from utils.qat.core.files import require_file, sha256, write_torch
 from utils.qat.core.log import LOGGER
 from utils.qat.core.machine import versions
@@ -34,7 +34,12 @@ from utils.qat.untrusted.torch_archive import Refused, read_archive
 from utils.qat.untrusted.torchvision_weights import network_of, network_with, old_state
 
 NEEDED = 'give a checkpoint of upstream train.py or train_dual.py'
-ORIGINS = 'ultralytics', 'mit'  # files in origins/, loaded because few checkpoints are of another training
+TRAINERS = 'ultralytics', 'mit'  # files in trainers/, loaded because few checkpoints are of another training
+WRAPPED = {
+    'torch.nn.parallel.': 'parallel',
+    'torch._dynamo.': 'compiled',
+    'torch.nn.utils.prune.': 'masked',
+}  # module → kind
 AGAIN_AS = "torch.save({{'model': {}}}, 'NEW.pt')"
 FORMAT = 2  # since 2 every scale is an FP16 number
 LARGEST_STRIDE = 1024  # pixels; YOLOv9 has 64 at most
@@ -45,8 +50,8 @@ class CheckpointFile:
 
     Attributes:
         kind: 'quantized' (by this toolkit), 'foreign' (of another yolov9-qat tool), 'float' (a YOLOv9 model of any of
-            ORIGINS, or weights of a network of torchvision), 'state_dict' (tensors without a network), 'parallel' or 'masked'
-            (advice follows) or 'other'.
+            TRAINERS, or weights of a network of torchvision), 'state_dict' (tensors without a network), one of WRAPPED (advice
+            follows) or 'other'.
 
     Raises:
         QatError: the file is no torch.save archive (the zip format of PyTorch 1.6 and later). By `load_*`: it has another
@@ -57,16 +62,16 @@ class CheckpointFile:
         self.path = require_file(path, '--weights', CHECKPOINTS)
         of_network = self.path.suffix == '.pth' and bool(network_of(self.path))
         self.state = old_state(self.path) if of_network else None
-        self.kind, self.origin = 'state_dict', None
+        self.kind, self.trainer = 'state_dict', None
         if self.state is None:
             self.archive = read_archive(self.path)
             self.digest = self.archive.digest
             self.kind = _kind(self.archive.names)
         self.of_torchvision = of_network and self.kind == 'state_dict'
         if self.kind in ('state_dict', 'other') and not self.of_torchvision:
-            known = (import_module(f'models.quantize.origins.{name}').ORIGIN for name in ORIGINS)
-            self.origin = next((origin for origin in known if origin.wrote(self.archive)), None)
-        if self.of_torchvision or self.origin:
+            known = (import_module(f'models.quantize.trainers.{name}').TRAINER for name in TRAINERS)
+            self.trainer = next((trainer for trainer in known if trainer.wrote(self.archive)), None)
+        if self.of_torchvision or self.trainer:
             self.kind = 'float'
 
     @property
@@ -93,7 +98,7 @@ class CheckpointFile:
         return fuse(model).to(device)
 
     def load_quantized(self, device: torch.device | str = 'cpu') -> tuple[nn.Module, dict[str, Any]]:
-        """Build a model that `save_quantized` wrote, and its `quant` dict."""
+        """Build a quantized model that `save_model` wrote, and its `quant` dict."""
         self._expect('quantized')
         ckpt, model = self._load(device)
         quant = ckpt.get('quant') or {}
@@ -121,6 +126,7 @@ class CheckpointFile:
                     'state_dict': 'has weights without their network (a state_dict); if they are of a network of torchvision, rename the '
                     f'file to its name and .pth, such as resnet50-mine.pth, else {NEEDED}',
                     'parallel': f'was saved inside DataParallel; take the model out: {AGAIN_AS.format("model.module")}',
+                    'compiled': f'was saved compiled; take the model out: {AGAIN_AS.format("model._orig_mod")}',
                     'masked': 'has pruning masks; make them permanent, torch.nn.utils.prune.remove(layer, "weight") for each pruned layer, and save it again',
                     'other': f'holds no YOLOv9 model; {NEEDED}',
                 }[self.kind]
@@ -148,7 +154,7 @@ class CheckpointFile:
         del self.archive  # free its bytes as soon as the model does not need them
         try:
             source = f'--weights {self.path}'
-            ckpt = {'model': self.origin.model(archive, source)} if self.origin else build(archive)
+            ckpt = {'model': self.trainer.model(archive, source)} if self.trainer else build(archive)
         except QatError:
             raise
         except Refused as e:
@@ -161,30 +167,26 @@ class CheckpointFile:
     @torch.no_grad()
     def _require_running(self, model: nn.Module) -> None:
         """Run the model once: only a run shows whether its layers, built without their constructors, are complete and fit this tree."""
-        try:
+        problem = f'--weights {self.path}: its model does not run with the layers of this YOLOv9 tree'
+        remedy = "use the tree it was trained with, or a checkpoint of upstream's training"
+        with reporting(problem, Exception, remedy=remedy):  # a layer with other attributes raises errors of any kind
             task_of(model).prepare(model)
             stride = stride_of(model)
             if not 0 < max(model.stride) <= LARGEST_STRIDE:
                 raise ValueError(f'stride {stride}')
             model(torch.zeros(1, 3, 2 * stride, 2 * stride))
-        except Exception as e:  # a layer with other attributes raises errors of any kind
-            raise QatError(
-                f'--weights {self.path}: its model does not run with the layers of this YOLOv9 tree ({type(e).__name__}: '
-                f"{one_line(e)}); use the tree it was trained with, or a checkpoint of upstream's training"
-            ) from e
 
 
-def _of_torchvision(model: Any) -> bool:
+def _of_torchvision(model: object) -> bool:
     """Tell whether a model is a classifier of torchvision."""
     return isinstance(model, nn.Module) and type(model).__name__ in TORCHVISION.get(type(model).__module__, ())
 
 
 def _kind(names: Iterable[str]) -> str:
     """Tell the kind of a checkpoint by the names in its pickle, see CheckpointFile."""
-    if any(n.startswith('torch.nn.parallel.') for n in names):
-        return 'parallel'
-    if any(n.startswith('torch.nn.utils.prune.') for n in names):
-        return 'masked'
+    for module, kind in WRAPPED.items():
+        if any(n.startswith(module) for n in names):
+            return kind
     if any(n.startswith(TWINS) for n in names):
         return 'quantized'
     if any(n.startswith(('pytorch_quantization.', 'models.quantize')) and not n.startswith(OURS) for n in names):
@@ -216,43 +218,17 @@ def _stored(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def save_model(path: Path, model: nn.Module, recipe: dict[str, Any], source: str) -> None:
-    """Write a checkpoint of a calibrated model, see `save_quantized`, or of a float one, which has no recipe."""
+    """Write a checkpoint of a calibrated model, or of a float one, which has no recipe; upstream's val.py and detect.py can load it too.
+
+    `recipe` has the settings as plain values, with the policies; `source` is the SHA-256 of the float checkpoint that it was made of,
+    in hex digits. The model is in FP32: half precision would round the weights, so the file would differ from the measured model.
+    Raises QatError if a quantized model is not calibrated.
+    """
+    beside: dict[str, Any] = {'source_sha256': source}
     if is_quantized(model):
-        save_quantized(path, model, recipe, source)
-    else:
-        save_float(path, model, source)
-
-
-def save_float(path: Path, model: nn.Module, source: str) -> None:
-    """Write a checkpoint of a float model that was learnt from the one in the file with the SHA-256 `source`, hex digits.
-
-    `load_float`, and upstream's val.py and detect.py, can load it.
-    """
-    _save(path, model, {'source_sha256': source})
-
-
-def save_quantized(path: Path, model: nn.Module, recipe: dict[str, Any], source: str) -> None:
-    """Write a checkpoint of a calibrated model that `load_quantized`, and upstream's val.py and detect.py, can load.
-
-    `recipe` has the settings as plain values, with the policies; `source` is the SHA-256 of the float checkpoint, in hex digits.
-    Raises QatError if the model is not calibrated.
-    """
-    require_ranges(model)
-    quant = {
-        'format': FORMAT,
-        'recipe': recipe,
-        'source_sha256': source,
-        'versions': versions(),
-        'scale_groups': shared_scales(model),
-    }
-    _save(path, model, {'quant': quant})
-
-
-def _save(path: Path, model: nn.Module, beside: dict[str, Any]) -> None:
-    """Write a checkpoint with the whole model, and what is `beside` it.
-
-    The model is in FP32: half precision would round the weights, so the file would differ from the measured model.
-    """
+        require_ranges(model)
+        kept = {'recipe': recipe, **beside, 'versions': versions(), 'scale_groups': shared_scales(model)}
+        beside = {'quant': {'format': FORMAT, **kept}}
     stored = {id(t): _stored(t) for t in chain(model.parameters(), model.buffers())}
     model = deepcopy(model, stored).cpu().eval()  # deepcopy takes these tensors instead of copying
     vars(model).pop('quant', None)  # what yolov9_qat.py knows of a model is beside it

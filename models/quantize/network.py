@@ -14,7 +14,7 @@ from torch.nn.utils.fusion import fuse_conv_bn_weights
 from torch.utils.hooks import RemovableHandle
 
 from utils.qat.backends.pytorch import task_of
-from utils.qat.core.errors import QatError
+from utils.qat.core.errors import QatError, reporting
 
 BLANK = 64  # pixels: height and width of the image of a dry run
 HEADS = 'Detect', 'DDetect', 'Segment', 'DSegment'  # whose outputs are compared, see divergence.HeadOutputs
@@ -149,10 +149,8 @@ def find_units(model: nn.Module, twins: Collection[str], granularity: str) -> di
 
 def _matching(paths: Sequence[str], regex: str, flag: str) -> set[str]:
     """Select the paths that `regex`, given with `flag`, matches from their start up to their end or a dot."""
-    try:
+    with reporting(f'{flag} {regex}: no regular expression', re.error):
         pattern = re.compile(f'(?:{regex})(?:\\.|$)')
-    except re.error as e:
-        raise QatError(f'{flag} {regex}: no regular expression ({e})') from e
     found = {path for path in paths if pattern.match(path)}
     if not found:
         raise QatError(

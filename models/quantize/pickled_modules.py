@@ -76,7 +76,7 @@ class _Modules(Values):
         fill_in.__setstate__(module, state)  # PyTorch's own adds what older versions did not store
         return module
 
-    def _attribute(self, module: torch.nn.Module, name: str, item: Any, record: Call) -> Any:
+    def _attribute(self, module: torch.nn.Module, name: str, item: object, record: Call) -> Any:
         """Build the value of an attribute from its record `item`; `record` is the module's. Refuse code."""
         kind = type(item)
         if name in UNUSED:
@@ -112,7 +112,7 @@ def _require_names(cls: type, names: tuple[Any, ...]) -> None:
             raise Refused(f'its pickle replaces {name}() of {cls.__name__}; {TRUST}')
 
 
-def _require_parts(parts: Any, name: str, kind: type) -> None:
+def _require_parts(parts: object, name: str, kind: type) -> None:
     """Refuse `_parameters`, `_buffers` or `_modules` that do not map names to objects of `kind` or None."""
     if not isinstance(parts, dict) or not all(
         type(key) is str and '.' not in key and (part is None or isinstance(part, kind)) for key, part in parts.items()
@@ -120,7 +120,7 @@ def _require_parts(parts: Any, name: str, kind: type) -> None:
         raise Refused(f'a module whose {name} are damaged')
 
 
-def _require_data(value: Any, where: str) -> None:
+def _require_data(value: object, where: str) -> None:
     """Refuse modules outside of `_modules`: code that expects plain data could call them."""
     if isinstance(value, torch.nn.Module):
         raise Refused(f'{where} is a module, where only data belong; {TRUST}')
@@ -129,7 +129,7 @@ def _require_data(value: Any, where: str) -> None:
             _require_data(part, where)
 
 
-def _method(module: torch.nn.Module, call: Any, owner: Call) -> Any:
+def _method(module: torch.nn.Module, call: object, owner: Call) -> Any:
     """Build a method. Its pickle is getattr(the layer itself or a class of layers, the name of a forward pass)."""
     if (
         type(call) is not Call

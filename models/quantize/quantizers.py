@@ -21,6 +21,7 @@ from typing import Any
 import torch
 import torch.nn as nn
 from absl import logging as absl_logging
+from torch.autograd.function import FunctionCtx
 from torch.utils.weak import WeakTensorKeyDictionary
 from typing_extensions import override
 
@@ -243,14 +244,14 @@ class _Rounded(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, inputs: torch.Tensor, scale: float, zero_point: int) -> torch.Tensor:
+    def forward(ctx: FunctionCtx, inputs: torch.Tensor, scale: float, zero_point: int) -> torch.Tensor:
         steps = (inputs * torch.tensor(scale).reciprocal()).round_()
         kept = steps.clamp(QMIN - zero_point, QMAX - zero_point)
         ctx.save_for_backward(kept == steps)
         return kept.mul_(scale)
 
     @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+    def backward(ctx: FunctionCtx, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:
         (inside,) = ctx.saved_tensors
         return gradient * inside, None, None
 

@@ -102,7 +102,7 @@ def tensor_shapes(layers: nn.Module) -> dict[str, tuple[int, ...]]:
     return {f'model.{name}': tuple(tensor.shape) for name, tensor in layers.state_dict().items()}
 
 
-def parameter_shapes(content: Any, source: str) -> dict[str, tuple[int, ...]]:
+def parameter_shapes(content: object, source: str) -> dict[str, tuple[int, ...]]:
     """Compute `tensor_shapes` the network of a YAML. Raises QatError as `network_layers` does."""
     return tensor_shapes(network_layers(content, source)[0])
 

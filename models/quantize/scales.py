@@ -35,7 +35,7 @@ class _Groups:
         self.parent: dict[int, int] = {}
         self.alive: list[Any] = []
 
-    def find(self, item: Any) -> int:
+    def find(self, item: object) -> int:
         """Find the root of an object's group, as an identity."""
         key = id(item)
         if key not in self.parent:
@@ -51,14 +51,14 @@ class _Groups:
             self.parent[root] = roots[0]
 
 
-def _tensors(value: Any) -> list[torch.Tensor]:
+def _tensors(value: object) -> list[torch.Tensor]:
     """List the tensors in nested lists and tuples."""
     if isinstance(value, torch.Tensor):
         return [value]
     return [t for part in value for t in _tensors(part)] if isinstance(value, (list, tuple)) else []
 
 
-def _moves(func: Any, args: tuple, kwargs: Mapping[str, Any]) -> bool:
+def _moves(func: object, args: tuple, kwargs: Mapping[str, Any]) -> bool:
     """Tell whether a function only moves values."""
     nearest = func is F.interpolate and (args[3] if len(args) > 3 else kwargs.get('mode', 'nearest')) == 'nearest'
     return nearest or getattr(func, '__name__', '') in IN_PYTORCH

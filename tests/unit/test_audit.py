@@ -1,5 +1,6 @@
 """Laws of the audit: for each rule, a graph that breaks it has this finding, and a graph that keeps it has none."""
 
+import re
 import subprocess
 import sys
 
@@ -7,8 +8,9 @@ import numpy as np
 import onnx
 import pytest
 from conftest import REPO
-from graphs import model_of, nodes_of
-from helpers import answer, command
+from helpers.commands import answer, command
+from helpers.graphs import model_of, nodes_of
+from helpers.tables import rows
 from onnx import TensorProto, helper
 
 from utils.qat.graph import audit
@@ -33,8 +35,8 @@ VALUES = {
 
 
 def graph_of(text, outputs=(), values=None, opset=17, dtype=TensorProto.FLOAT, batch=1):
-    """A model of a text, see graphs.nodes_of. It returns y and y2, as far as they are made, and `outputs`."""
-    nodes = nodes_of(text, 's', 'z')
+    """A model of a text with MACROS, see graphs.nodes_of. It returns y and y2, as far as they are made, and `outputs`."""
+    nodes = nodes_of(re.sub('|'.join(rf'\b{name}\b' for name in MACROS), lambda m: MACROS[m[0]], text), 's', 'z')
     made = {name for n in nodes for name in n.output}
     returned = dict.fromkeys((*sorted({'y', 'y2'} & made), *outputs), (dtype, [None] * 4))
     model = model_of(nodes, {'x': (dtype, [batch, C, SIZE, SIZE])}, returned, {**VALUES, **(values or {})}, opset)
@@ -42,200 +44,154 @@ def graph_of(text, outputs=(), values=None, opset=17, dtype=TensorProto.FLOAT, b
     return model
 
 
-X = 'x1 = QDQ(x) '
-INT8 = f'{X} c = Int8Conv(x1) '  # c: what an INT8 convolution computes
-INT8S = f'{INT8} d = Int8Conv(x1) '  # and d
-QUANTIZED = f'{INT8} c1 = QDQ(c) '  # c1: c behind Q and DQ
-BOTH = f'{INT8S} c1 = QDQ(c) d1 = QDQ(d) '  # and d1
-POOLED = '<kernel_shape = [3, 3], pads = [1, 1, 1, 1]>'
-NEAREST, LINEAR = (f'Resize<mode = "{mode}">(c1, "", "", sizes)' for mode in ('nearest', 'linear'))
+INT8S = 'x1 = QDQ(x) c = Int8Conv(x1) d = Int8Conv(x1)'
+MACROS = {  # in texts of graphs
+    'X': 'x1 = QDQ(x)',
+    'INT8': 'x1 = QDQ(x) c = Int8Conv(x1)',  # c: what an INT8 convolution computes
+    'INT8S': INT8S,  # and d
+    'QUANTIZED': 'x1 = QDQ(x) c = Int8Conv(x1) c1 = QDQ(c)',  # c1: c behind Q and DQ
+    'BOTH': f'{INT8S} c1 = QDQ(c) d1 = QDQ(d)',  # and d1
+    'POOLED': '<kernel_shape = [3, 3], pads = [1, 1, 1, 1]>',
+    'NEAREST': 'Resize<mode = "nearest">(c1, "", "", sizes)',
+    'NEAREST_OF_D': 'Resize<mode = "nearest">(d1, "", "", sizes)',
+    'LINEAR': 'Resize<mode = "linear">(c1, "", "", sizes)',
+    'GROUPS': 'w1 = QDQ<axis = 0>(wg, ws, wz) y = Conv<group = 2>(x1, w1)',
+}
 
-GROUPS = 'w1 = QDQ<axis = 0>(wg, ws, wz) y = Conv<group = 2>(x1, w1)'
 HALF = {k: v.astype(np.float16) for k, v in VALUES.items() if v.dtype == np.float32}
 TYPED = {'opset': 19, 'dtype': TensorProto.FLOAT16}
 
-GRAPHS = {  # name → text, findings as {kind: where}, and what graph_of needs besides
-    'clean': (f'{INT8} y = QConv(c)', {}),
-    'clean: pre-quantized weight': (f'{X} w1 = DequantizeLinear<axis = 0>(w8, ws, wz) y = Conv(x1, w1)', {}),
-    'clean: ReLU': (f'{INT8} r = Relu(c) y = QConv(r)', {}),
-    'clean: SiLU': (f'{INT8} r = SiLU(c) y = QConv(r)', {}),
-    'float input': (f'{INT8} f = Int8Conv(c) y = QConv(f)', {'float conv': 'f'}),
-    'float weight': (f'{QUANTIZED} f = Conv(c1, w) y = QConv(f)', {'float conv': 'f'}),
-    'float in the middle': (f'{INT8} f = Conv(c, w) y = QConv(f)', {'float conv': 'f'}),
-    'float weight at the end': (f'{QUANTIZED} y = Conv(c1, w)', {'float conv': 'y'}),
-    'one float convolution at the end': (f'{INT8} y = Conv(c, w)', {}),
-    'two float convolutions at the end': (f'{INT8} f = Conv(c, w) y = Conv(f, w)', {'float conv': 'f'}),
-    'DFL': (f'{INT8} f = Conv(c, w) p = Softmax<axis = 1>(f) m = Transpose<perm = [0, 1, 3, 2]>(p) y = Conv(m, w)', {}),
-    'attention, no DFL': (
-        f'{INT8} f = Conv(c, w) p = Softmax<axis = 1>(f) m = Mul(p, c) y = Conv(m, w)',
-        {'float conv': 'f'},
-    ),
-    'nothing quantized': ('f = Conv(x, w) y = Conv(f, w)', {'not quantized': 'the graph', 'float conv': 'f'}),
-    'two scales': (f'{INT8} y = QConv(c) y2 = QConv(c, t)', {'two scales': 'c'}),
-    'two scales of the image': ('a = QDQ(x) y = Int8Conv(a) b = QDQ(x, t) y2 = Int8Conv(b)', {'two scales': 'x'}),
-    'two scales behind a move': (
-        f'{INT8} m = MaxPool{POOLED}(c) y = QConv(m) y2 = QConv(c, t)',
-        {'two scales': 'c', 'unequal move': 'm'},
-    ),
-    'one scale, two readers': (f'{QUANTIZED} y = Int8Conv(c1) y2 = Int8Conv(c1)', {}),
-    'one scale by two names': (
-        f'{QUANTIZED} y = Int8Conv(c1) m = MaxPool{POOLED}(c1) y2 = QConv(m, same)',
-        {},
-        {'values': {'same': np.float32(0.1)}},
-    ),
-    'also returned': (f'{INT8} y = QConv(c)', {'mixed': 'c'}, {'outputs': 'c'}),
-    'also read in float': (f'{INT8} y = QConv(c) y2 = Sigmoid(c)', {'mixed': 'c'}),
-    'also read in float behind a move': (f'{INT8} y = QConv(c) r = Reshape(c, flat) y2 = Sigmoid(r)', {'mixed': 'c'}),
-    'two scales and float': (
-        f'{INT8} y = QConv(c) y2 = QConv(c, t)',
-        {'two scales': 'c', 'mixed': 'c'},
-        {'outputs': 'c'},
-    ),
-    'only its shape is read': (f'{INT8} y = QConv(c) y2 = Shape(c)', {}),
-    'concat': (f'{BOTH} k = Concat<axis = 2>(c1, d1) y = QConv(k)', {}),
-    'concat of two scales': (
-        f'{INT8S} c1 = QDQ(c) d1 = QDQ(d, t) k = Concat<axis = 2>(c1, d1) y = QConv(k)',
-        {'unequal concat': 'k'},
-    ),
-    'concat to another scale': (f'{BOTH} k = Concat<axis = 2>(c1, d1) y = QConv(k, t)', {'unequal concat': 'k'}),
-    'concat with a float input': (
-        f'{INT8S} c1 = QDQ(c) k = Concat<axis = 2>(c1, d) y = QConv(k)',
-        {'unequal concat': 'k'},
-    ),
-    'concat of float to a scale': (f'{INT8S} k = Concat<axis = 2>(c, d) y = QConv(k)', {'unequal concat': 'k'}),
-    'concat to float': (f'{BOTH} y = Concat<axis = 2>(c1, d1)', {'unequal concat': 'y', 'not absorbed': ('c1', 'd1')}),
-    'concat wholly in float': (f'{INT8S} y = Concat<axis = 2>(c, d)', {}),
-    'concat with a constant': (
-        f'{QUANTIZED} k = Concat<axis = 2>(c1, zeros) y = QConv(k)',
-        {},
-        {'values': {'zeros': np.zeros((1, C, SIZE, SIZE), np.float32)}},
-    ),
-    'moves in a row': (
-        f'{QUANTIZED} a, b = Split<axis = 1>(c1, halves) m = MaxPool{POOLED}(b) k = Concat<axis = 1>(a, m) y = QConv(k)',
-        {},
-    ),
-    'max pool to another scale': (f'{QUANTIZED} m = MaxPool{POOLED}(c1) y = QConv(m, t)', {'unequal move': 'm'}),
-    'max pool in float': (f'{INT8} m = MaxPool{POOLED}(c) y = QConv(m)', {'unequal move': 'm'}),
-    'nearest resize': (f'{QUANTIZED} r = {NEAREST} y = QConv(r)', {}),
-    'linear resize': (f'{QUANTIZED} r = {LINEAR} y = QConv(r)', {'not absorbed': ('c1', 'y1 int8')}),
-    'add': (f'{BOTH} a = Add(c1, d1) y = QConv(a)', {}),
-    'add of two scales': (f'{INT8S} c1 = QDQ(c) d1 = QDQ(d, t) a = Add(c1, d1) y = QConv(a)', {'unequal add': 'a'}),
-    'shortcut quantized': (f'{INT8S} c1 = QDQ(c) a = Add(c1, d) y = QConv(a)', {}),
-    'shortcut quantized, SiLU': (f'{INT8S} c1 = QDQ(c) e = SiLU(d) a = Add(e, c1) y = QConv(a)', {}),
-    'half of an add': (f'{INT8S} c1 = QDQ(c) e = Exp(d) a = Add(c1, e) y = QConv(a)', {'half add': 'a'}),
-    'half of an add, float convolution': (
-        f'{INT8S} c1 = QDQ(c) f = Conv(d, w) a = Add(c1, f) y = QConv(a)',
-        {'float conv': 'f', 'half add': 'a'},
-    ),
-    'add in float': (f'{INT8S} a = Add(c, d) y = QConv(a)', {}),
-    'add a constant': (f'{QUANTIZED} a = Add(c1, one) y = QConv(a)', {}),
-    'add that makes float': (f'{BOTH} y = Add(c1, d1)', {'not absorbed': ('c1', 'd1')}),
-    'sum of three': (f'{BOTH} e = Int8Conv(x1) e1 = QDQ(e) a = Add(c1, d1) b = Add(a, e1) y = QConv(b)', {}),
-    'sum of three, one in float': (
-        f'{BOTH} e = Exp(d) a = Add(c1, d1) b = Add(a, e) y = QConv(b)',
-        {'mixed': 'd', 'half add': 'b'},
-    ),
-    'sum of three, two of them of convolutions': (
-        f'{INT8S} c1 = QDQ(c) e = Int8Conv(x1) a = Add(c1, d) b = Add(a, e) y = QConv(b)',
-        {'half add': 'b'},
-    ),
-    'sum behind a resize': (f'{BOTH} r = {NEAREST} q = {NEAREST.replace("c1", "d1")} a = Add(r, q) y = QConv(a)', {}),
-    'average pool': (f'{QUANTIZED} a = AveragePool{POOLED}(c1) y = QConv(a, t)', {}),
-    'average pool of float': (f'{INT8} a = AveragePool{POOLED}(c) y = QConv(a)', {'not absorbed': 'y1 int8'}),
-    'average pool to float': (f'{QUANTIZED} y = AveragePool{POOLED}(c1)', {'not absorbed': 'c1'}),
-    'Q/DQ before ReLU': (f'{QUANTIZED} r = Relu(c1) y = QConv(r)', {'not absorbed': 'c1'}),
-    'Q/DQ before SiLU': (f'{QUANTIZED} r = SiLU(c1) y = QConv(r)', {'not absorbed': 'c1'}),
-    'Q/DQ around a softmax': (
-        f'{QUANTIZED} p = Softmax<axis = 1>(c1) y = QConv(p)',
-        {'not absorbed': ('c1', 'y1 int8')},
-    ),
-    'Q/DQ around a reduction': (
-        f'{QUANTIZED} r = ReduceSum(c1, axes) k = Concat<axis = 1>({", ".join("r" * C)}) y = Sigmoid(k)',
-        {'not absorbed': 'c1'},
-    ),
-    'DQ returned': (f'{INT8} y = QDQ(c)', {'not absorbed': 'y'}),
-    'DQ not read': (f'{INT8} y = QConv(c) unread = QDQ(c, t)', {'two scales': 'c', 'not absorbed': 'unread'}),
-    'Q not read': (
-        f'{INT8} y = QConv(c) unread = QuantizeLinear(c, s, z)',
-        {'not absorbed': 'unread', 'duplicate': 'c'},
-    ),
-    'Q after DQ': (f'{QUANTIZED} y = QConv(c1)', {'not absorbed': 'c1'}),
-    'Q of another scale not read': (
-        f'{INT8} i = QuantizeLinear(c, s, z) y = QConv(c, t)',
-        {'two scales': 'c', 'not absorbed': 'i'},
-    ),
-    'bias quantized': (
-        f'{QUANTIZED} b1 = QDQ(b) w1 = QDQ<axis = 0>(w, ws, wz) y = Conv(c1, w1, b1)',
-        {'not absorbed': 'b1'},
-        {'values': {'b': np.ones(C, np.float32)}},
-    ),
-    'two equal Q': (f'{INT8} y = QConv(c) y2 = QConv(c, s)', {'duplicate': 'c'}),
-    'Identity in a pair': (
-        f'{INT8} q = QuantizeLinear(c, s, z) i = Identity(q) d = DequantizeLinear(i, s, z) y = Int8Conv(d)',
-        {'in the way': 'i'},
-    ),
-    'Cast before a convolution': (
-        f'{QUANTIZED} i = Cast<to = 1>(c1) y = Int8Conv(i)',
-        {'float conv': 'y', 'in the way': 'i'},
-    ),
-    'Cast before a Q': (f'{INT8} i = Cast<to = 1>(c) y = QConv(i)', {'in the way': 'i'}),
-    'Cast of the image': ('i = Cast<to = 1>(x) y = QConv(i)', {}),
-    'Constant as scale': (f'{INT8} u = Constant<value_float = 0.1>() y = QConv(c, u)', {'in the way': 'u'}),
-    'Identity as zero point': (f'{INT8} u = Identity(z) c1 = QDQ(c, s, u) y = Int8Conv(c1)', {'in the way': 'u'}),
-    'zero point': (f'{INT8} y = QConv(c, s, u)', {'zero point': 'y1'}, {'values': {'u': np.int8(3)}}),
-    'UINT8': (f'{INT8} y = QConv(c, s, u)', {'zero point': 'y1'}, {'values': {'u': np.uint8(0)}}),
-    'no zero point': (
-        f'{INT8} q = QuantizeLinear(c, s) d = DequantizeLinear(q, s) y = Int8Conv(d)',
-        {'zero point': 'd'},
-    ),
-    'DQ with another scale': (
-        f'{INT8} q = QuantizeLinear(c, s, z) d = DequantizeLinear(q, t, z) y = Int8Conv(d)',
-        {'scale': 'd'},
-    ),
-    **{
-        f'scale {value!r}': (f'{INT8} y = QConv(c, v)', {'scale': 'y1'} if bad else {}, {'values': {'v': value}})
-        for bad, values in ((True, (0, -1, 1e-39, np.inf, np.nan)), (False, (2e-38, 1e-5)))
-        for value in map(np.float32, values)
-    },
-    'a weight with a dead channel': (
-        f'{QUANTIZED} w1 = QDQ<axis = 0>(w, v, wz) y = Conv(c1, w1)',
-        {'scale': 'w1'},
-        {'values': {'v': np.float32([0] + [0.1] * (C - 1))}},
-    ),
-    'clean: groups': (f'{X} {GROUPS}', {}, {'values': {'wg': WEIGHT[:, : C // 2]}}),
-    'typed groups': (
-        f'{X} {GROUPS}',
-        {'typed groups': 'y'},
-        {'values': HALF | {'wg': HALF['w'][:, : C // 2]}, **TYPED},
-    ),
-    'no axis': (f'{QUANTIZED} w1 = QDQ(w, ws, wz) y = Conv(c1, w1)', {'axis': 'w1'}),
-    'wrong axis': (f'{QUANTIZED} y = Int8Conv<axis = 1>(c1)', {'axis': 'y w'}),
-    'transposed convolution': (f'{QUANTIZED} y = Int8ConvTranspose<axis = 1>(c1)', {}),
-    'wrong axis, transposed convolution': (f'{QUANTIZED} y = Int8ConvTranspose(c1)', {'axis': 'y w'}),
-    'activation per channel': (f'{INT8} c1 = QDQ<axis = 1>(c, ws, wz) y = Int8Conv(c1)', {'axis': 'c1'}),
+# name, nodes, findings as 'kind: where'; OPTIONS has what graph_of needs besides
+GRAPHS = """
+clean | INT8 y = QConv(c) |
+clean: pre-quantized weight | X w1 = DequantizeLinear<axis = 0>(w8, ws, wz) y = Conv(x1, w1) |
+clean: ReLU | INT8 r = Relu(c) y = QConv(r) |
+clean: SiLU | INT8 r = SiLU(c) y = QConv(r) |
+float input | INT8 f = Int8Conv(c) y = QConv(f) | float conv: f
+float weight | QUANTIZED f = Conv(c1, w) y = QConv(f) | float conv: f
+float in the middle | INT8 f = Conv(c, w) y = QConv(f) | float conv: f
+float weight at the end | QUANTIZED y = Conv(c1, w) | float conv: y
+one float convolution at the end | INT8 y = Conv(c, w) |
+two float convolutions at the end | INT8 f = Conv(c, w) y = Conv(f, w) | float conv: f
+DFL | INT8 f = Conv(c, w) p = Softmax<axis = 1>(f) m = Transpose<perm = [0, 1, 3, 2]>(p) y = Conv(m, w) |
+attention, no DFL | INT8 f = Conv(c, w) p = Softmax<axis = 1>(f) m = Mul(p, c) y = Conv(m, w) | float conv: f
+nothing quantized | f = Conv(x, w) y = Conv(f, w) | not quantized: the graph; float conv: f
+two scales | INT8 y = QConv(c) y2 = QConv(c, t) | two scales: c
+two scales of the image | a = QDQ(x) y = Int8Conv(a) b = QDQ(x, t) y2 = Int8Conv(b) | two scales: x
+two scales behind a move | INT8 m = MaxPool POOLED(c) y = QConv(m) y2 = QConv(c, t) | two scales: c; unequal move: m
+one scale, two readers | QUANTIZED y = Int8Conv(c1) y2 = Int8Conv(c1) |
+one scale by two names | QUANTIZED y = Int8Conv(c1) m = MaxPool POOLED(c1) y2 = QConv(m, same) |
+also returned | INT8 y = QConv(c) | mixed: c
+also read in float | INT8 y = QConv(c) y2 = Sigmoid(c) | mixed: c
+also read in float behind a move | INT8 y = QConv(c) r = Reshape(c, flat) y2 = Sigmoid(r) | mixed: c
+two scales and float | INT8 y = QConv(c) y2 = QConv(c, t) | two scales: c; mixed: c
+only its shape is read | INT8 y = QConv(c) y2 = Shape(c) |
+concat | BOTH k = Concat<axis = 2>(c1, d1) y = QConv(k) |
+concat of two scales | INT8S c1 = QDQ(c) d1 = QDQ(d, t) k = Concat<axis = 2>(c1, d1) y = QConv(k) | unequal concat: k
+concat to another scale | BOTH k = Concat<axis = 2>(c1, d1) y = QConv(k, t) | unequal concat: k
+concat with a float input | INT8S c1 = QDQ(c) k = Concat<axis = 2>(c1, d) y = QConv(k) | unequal concat: k
+concat of float to a scale | INT8S k = Concat<axis = 2>(c, d) y = QConv(k) | unequal concat: k
+concat to float | BOTH y = Concat<axis = 2>(c1, d1) | unequal concat: y; not absorbed: c1, d1
+concat wholly in float | INT8S y = Concat<axis = 2>(c, d) |
+concat with a constant | QUANTIZED k = Concat<axis = 2>(c1, zeros) y = QConv(k) |
+moves in a row | QUANTIZED a, b = Split<axis = 1>(c1, halves) m = MaxPool POOLED(b) k = Concat<axis = 1>(a, m) y =
+    QConv(k) |
+max pool to another scale | QUANTIZED m = MaxPool POOLED(c1) y = QConv(m, t) | unequal move: m
+max pool in float | INT8 m = MaxPool POOLED(c) y = QConv(m) | unequal move: m
+nearest resize | QUANTIZED r = NEAREST y = QConv(r) |
+linear resize | QUANTIZED r = LINEAR y = QConv(r) | not absorbed: c1, y1 int8
+add | BOTH a = Add(c1, d1) y = QConv(a) |
+add of two scales | INT8S c1 = QDQ(c) d1 = QDQ(d, t) a = Add(c1, d1) y = QConv(a) | unequal add: a
+shortcut quantized | INT8S c1 = QDQ(c) a = Add(c1, d) y = QConv(a) |
+shortcut quantized, SiLU | INT8S c1 = QDQ(c) e = SiLU(d) a = Add(e, c1) y = QConv(a) |
+half of an add | INT8S c1 = QDQ(c) e = Exp(d) a = Add(c1, e) y = QConv(a) | half add: a
+half of an add, float convolution | INT8S c1 = QDQ(c) f = Conv(d, w) a = Add(c1, f) y = QConv(a) | float conv: f;
+    half add: a
+add in float | INT8S a = Add(c, d) y = QConv(a) |
+add a constant | QUANTIZED a = Add(c1, one) y = QConv(a) |
+add that makes float | BOTH y = Add(c1, d1) | not absorbed: c1, d1
+sum of three | BOTH e = Int8Conv(x1) e1 = QDQ(e) a = Add(c1, d1) b = Add(a, e1) y = QConv(b) |
+sum of three, one in float | BOTH e = Exp(d) a = Add(c1, d1) b = Add(a, e) y = QConv(b) | mixed: d; half add: b
+sum of three, two of them of convolutions | INT8S c1 = QDQ(c) e = Int8Conv(x1) a = Add(c1, d) b = Add(a, e) y =
+    QConv(b) | half add: b
+sum behind a resize | BOTH r = NEAREST q = NEAREST_OF_D a = Add(r, q) y = QConv(a) |
+average pool | QUANTIZED a = AveragePool POOLED(c1) y = QConv(a, t) |
+average pool of float | INT8 a = AveragePool POOLED(c) y = QConv(a) | not absorbed: y1 int8
+average pool to float | QUANTIZED y = AveragePool POOLED(c1) | not absorbed: c1
+Q/DQ before ReLU | QUANTIZED r = Relu(c1) y = QConv(r) | not absorbed: c1
+Q/DQ before SiLU | QUANTIZED r = SiLU(c1) y = QConv(r) | not absorbed: c1
+Q/DQ around a softmax | QUANTIZED p = Softmax<axis = 1>(c1) y = QConv(p) | not absorbed: c1, y1 int8
+Q/DQ around a reduction | QUANTIZED r = ReduceSum(c1, axes) k = Concat<axis = 1>(r, r, r, r, r, r, r, r, r, r, r,
+    r, r, r, r, r) y = Sigmoid(k) | not absorbed: c1
+DQ returned | INT8 y = QDQ(c) | not absorbed: y
+DQ not read | INT8 y = QConv(c) unread = QDQ(c, t) | two scales: c; not absorbed: unread
+Q not read | INT8 y = QConv(c) unread = QuantizeLinear(c, s, z) | not absorbed: unread; duplicate: c
+Q after DQ | QUANTIZED y = QConv(c1) | not absorbed: c1
+Q of another scale not read | INT8 i = QuantizeLinear(c, s, z) y = QConv(c, t) | two scales: c; not absorbed: i
+bias quantized | QUANTIZED b1 = QDQ(b) w1 = QDQ<axis = 0>(w, ws, wz) y = Conv(c1, w1, b1) | not absorbed: b1
+two equal Q | INT8 y = QConv(c) y2 = QConv(c, s) | duplicate: c
+Identity in a pair | INT8 q = QuantizeLinear(c, s, z) i = Identity(q) d = DequantizeLinear(i, s, z) y = Int8Conv(d)
+    | in the way: i
+Cast before a convolution | QUANTIZED i = Cast<to = 1>(c1) y = Int8Conv(i) | float conv: y; in the way: i
+Cast before a Q | INT8 i = Cast<to = 1>(c) y = QConv(i) | in the way: i
+Cast of the image | i = Cast<to = 1>(x) y = QConv(i) |
+Constant as scale | INT8 u = Constant<value_float = 0.1>() y = QConv(c, u) | in the way: u
+Identity as zero point | INT8 u = Identity(z) c1 = QDQ(c, s, u) y = Int8Conv(c1) | in the way: u
+zero point | INT8 y = QConv(c, s, u) | zero point: y1
+UINT8 | INT8 y = QConv(c, s, u) | zero point: y1
+no zero point | INT8 q = QuantizeLinear(c, s) d = DequantizeLinear(q, s) y = Int8Conv(d) | zero point: d
+DQ with another scale | INT8 q = QuantizeLinear(c, s, z) d = DequantizeLinear(q, t, z) y = Int8Conv(d) | scale: d
+a weight with a dead channel | QUANTIZED w1 = QDQ<axis = 0>(w, v, wz) y = Conv(c1, w1) | scale: w1
+clean: groups | X GROUPS |
+typed groups | X GROUPS | typed groups: y
+no axis | QUANTIZED w1 = QDQ(w, ws, wz) y = Conv(c1, w1) | axis: w1
+wrong axis | QUANTIZED y = Int8Conv<axis = 1>(c1) | axis: y w
+transposed convolution | QUANTIZED y = Int8ConvTranspose<axis = 1>(c1) |
+wrong axis, transposed convolution | QUANTIZED y = Int8ConvTranspose(c1) | axis: y w
+activation per channel | INT8 c1 = QDQ<axis = 1>(c, ws, wz) y = Int8Conv(c1) | axis: c1
+"""
+OPTIONS = {
+    'one scale by two names': {'values': {'same': np.float32(0.1)}},
+    'also returned': {'outputs': 'c'},
+    'two scales and float': {'outputs': 'c'},
+    'concat with a constant': {'values': {'zeros': np.zeros((1, C, SIZE, SIZE), np.float32)}},
+    'bias quantized': {'values': {'b': np.ones(C, np.float32)}},
+    'zero point': {'values': {'u': np.int8(3)}},
+    'UINT8': {'values': {'u': np.uint8(0)}},
+    'a weight with a dead channel': {'values': {'v': np.float32([0] + [0.1] * (C - 1))}},
+    'clean: groups': {'values': {'wg': WEIGHT[:, : C // 2]}},
+    'typed groups': {'values': HALF | {'wg': HALF['w'][:, : C // 2]}, **TYPED},
 }
+SCALES = {  # → whether it is a finding
+    **dict.fromkeys(map(np.float32, (0, -1, 1e-39, np.inf, np.nan)), True),
+    **dict.fromkeys(map(np.float32, (2e-38, 1e-5)), False),
+}
+TABLE = {
+    **{
+        name: (text, dict(pair.split(': ') for pair in found.split('; ') if pair)) for name, text, found in rows(GRAPHS)
+    },
+    **{f'scale {value!r}': ('INT8 y = QConv(c, v)', {'scale': 'y1'} if bad else {}) for value, bad in SCALES.items()},
+}
+OPTIONS |= {f'scale {value!r}': {'values': {'v': value}} for value in SCALES}
 
 
 def graph_named(name):
-    text, _, *options = GRAPHS[name]
-    return graph_of(text, **(options[0] if options else {}))
+    return graph_of(TABLE[name][0], **OPTIONS.get(name, {}))
 
 
 def audit_of(name):
     return audit.audit(graph_named(name))
 
 
-@pytest.mark.parametrize('name', GRAPHS)
+@pytest.mark.parametrize('name', TABLE)
 def test_exactly_the_findings_expected(name):
-    wanted = {
-        (kind, at) for kind, where in GRAPHS[name][1].items() for at in ([where] if isinstance(where, str) else where)
-    }
+    wanted = {(kind, at) for kind, where in TABLE[name][1].items() for at in where.split(', ')}
     found = [(f.kind, f.where) for f in audit_of(name).findings]
     assert set(found) == wanted and len(found) == len(wanted)
 
 
 def test_every_kind_is_shown_by_a_graph():
-    shown = {kind for _, findings, *_ in GRAPHS.values() for kind in findings}
+    shown = {kind for _, findings in TABLE.values() for kind in findings}
     assert shown == set(FINDINGS) - {'open end'}, 'that one is of a target: test_targets.py'
 
 
@@ -245,7 +201,7 @@ FP16_SCALES = {2.0**-14: False, 6e-5: True, 1e-8: True}  # below 2^-14 a FP16 nu
 @pytest.mark.parametrize('value', FP16_SCALES)
 def test_fp16_scales(value):
     values = {**HALF, 'v': np.float16(value)}
-    model = graph_of(f'{INT8} y = QConv(c, v)', values=values, **TYPED)
+    model = graph_of('INT8 y = QConv(c, v)', values=values, **TYPED)
     found = audit.audit(model)
     assert [(f.kind, f.where) for f in found.findings] == ([('scale', 'y1')] if FP16_SCALES[value] else [])
     assert found.typing == {'FP16': 2} and found.opset == 19
@@ -288,7 +244,7 @@ def test_channels_are_counted_per_group():
 
 
 def test_an_open_batch_counts_as_one():
-    assert audit.audit(graph_of(GRAPHS['clean'][0], batch='batch')) == audit_of('clean')
+    assert audit.audit(graph_of(TABLE['clean'][0], batch='batch')) == audit_of('clean')
 
 
 def test_open_image_axes_give_no_flops_but_findings():
@@ -301,7 +257,7 @@ def test_open_image_axes_give_no_flops_but_findings():
 
 
 def test_operators_of_others_are_float():
-    model = graph_of(f'{INT8} y2 = QConv(c)')
+    model = graph_of('INT8 y2 = QConv(c)')
     model.graph.node.append(helper.make_node('NMS', ['c'], ['y'], name='plugin', domain='somebody'))
     model.graph.output.append(helper.make_tensor_value_info('y', TensorProto.FLOAT, [None]))
     model.opset_import.append(helper.make_opsetid('somebody', 1))

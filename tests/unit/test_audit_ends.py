@@ -7,8 +7,8 @@ import numpy as np
 import onnx
 import onnx.parser
 import pytest
-from graphs import behind_functions, dq, model_of, node, nodes_of, pair
-from helpers import program, sampled
+from helpers.commands import program, sampled
+from helpers.graphs import behind_functions, dq, model_of, node, nodes_of, pair
 from onnx import TensorProto, helper
 
 from utils.qat.core.command import run_command
@@ -198,7 +198,7 @@ def test_ways_that_meet_again_count_once():
     model = graph(f'{text} y = Relu(n) y2 = Abs(m)', ('y', 'y2'))
     onnx.checker.check_model(model)
     found = Graph(model)
-    assert found.origins('n') == {'a'} and [(n.op_type, i) for n, i in found.uses('a')] == [('Relu', 0), ('Abs', 0)]
+    assert found.sources('n') == {'a'} and [(n.op_type, i) for n, i in found.uses('a')] == [('Relu', 0), ('Abs', 0)]
 
 
 @pytest.mark.parametrize('calls, depth, says', [(2, 19, 'make more than'), (1, 21, 'deep'), (1, 2, None)])

@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from helpers import scores
+from helpers.commands import scores
 
 from utils.qat.evaluation import chance
 from utils.qat.evaluation.chance import difference, points_lost, resampled_ap, within_chance

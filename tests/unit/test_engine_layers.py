@@ -14,7 +14,7 @@ import sys
 from itertools import pairwise
 
 import pytest
-from helpers import program, python
+from helpers.commands import program, python
 
 from utils.qat.core.command import run_command
 from utils.qat.core.errors import QatError
@@ -155,38 +155,33 @@ def test_both_generations_say_the_same(tmp_path):
     assert ends(old) == [(None, 0), (0, 1), (1, 2), (2, 3), (3, 4), (4, None)]
 
 
-@pytest.mark.parametrize(
-    'text, expected',
-    [
-        ('Row major linear FP32', 'FP32'),
-        ('Row major linear FP16 format', 'FP16'),
-        ('Row major Int8 format', 'INT8'),
-        ('Half', 'FP16'),
-        ('Float', 'FP32'),
-        ('BFloat16', 'BF16'),
-        ('BF16', 'BF16'),
-        ('Int64', 'INT64'),
-        ('UInt8', 'UINT8'),
-        ('Bool', 'BOOL'),
-        ('FP8E4M3', 'FP8'),
-        ('Two wide channel vectorized row major FP16 format', 'FP16'),
-        ('(NHWC) Channel major format', ''),
-        ('N/A', ''),
-        ('', ''),
-    ],
-)
-def test_types_in_the_words_of_tensorrt(text, expected):
-    assert dtype(text) == expected
+TYPES = """
+Row major linear FP32 → FP32
+Row major linear FP16 format → FP16
+Row major Int8 format → INT8
+Half → FP16
+Float → FP32
+BFloat16 → BF16
+BF16 → BF16
+Int64 → INT64
+UInt8 → UINT8
+Bool → BOOL
+FP8E4M3 → FP8
+Two wide channel vectorized row major FP16 format → FP16
+(NHWC) Channel major format →
+N/A →
+"""
 
 
+@pytest.mark.parametrize('line', TYPES.strip().splitlines())
+def test_types_in_the_words_of_tensorrt(line):
+    text, expected = line.split(' →')
+    assert dtype(text) == expected.strip()
+
+
+KGEN = {'LayerType': 'kgen', 'Inputs': [{'Name': 'x', 'Datatype': 'Half'}], 'Outputs': ['y']}
 UNKNOWN = [
-    {
-        'LayerType': 'kgen',
-        'Inputs': [{'Name': 'x', 'Datatype': 'Half'}],
-        'Outputs': ['y'],
-        'Metadata': None,
-        'TacticName': 7,
-    },
+    {**KGEN, 'Metadata': None, 'TacticName': 7},
     {'Name': 'signal', 'Inputs': None},
     'only a name',
     {'Name': 'next', 'LayerType': 'kgen', 'Inputs': [{'Name': 'y', 'Dimensions': '?'}]},
@@ -409,20 +404,11 @@ def test_short_names(name, nodes, expected):
     assert layer_tables.short_name(Layer(name, 'x', [], [], nodes=nodes)) == expected
 
 
+INT8 = dict.fromkeys(('type in', 'type out', 'weights'), 'INT8')
 ROWS = [  # columns of the first layers of GOOD
     {'ms': '0.05', 'share': '1.000000', 'tensor cores': '', 'findings': 'unfused Q/DQ', 'type in': 'FP32'},
-    {
-        'ms': '',
-        'share': '',
-        'tensor cores': 'no',
-        'findings': 'no tensor cores',
-        'kernel': OFF,
-        'type in': 'INT8',
-        'type out': 'INT8',
-        'weights': 'INT8',
-        'shapes in': '1×3×64×64',
-        'shapes out': '1×32×16×16',
-    },
+    {'ms': '', 'share': '', 'tensor cores': 'no', 'findings': 'no tensor cores', 'kernel': OFF, **INT8}
+    | {'shapes in': '1×3×64×64', 'shapes out': '1×32×16×16'},
     {'tensor cores': 'yes', 'findings': ''},
 ]
 
@@ -511,6 +497,18 @@ def test_default_names_and_folders(tmp_path, graphviz):
         assert {f'layers.{suffix}' for suffix in ('csv', 'dot', 'svg', 'png')} <= {p.name for p in folder.iterdir()}
 
 
+@pytest.mark.parametrize('suffix', ['csv', 'dot', 'svg', 'png'])
+def test_only_files_of_an_earlier_drawing_are_replaced(tmp_path, graphviz, capsys, suffix):
+    layers, _ = write(tmp_path, GOOD)
+    main = program('scripts/draw_engine.py').main
+    mine = tmp_path / f'layers.{suffix}'
+    mine.write_text('mine')
+    assert run_command(main, ['--layer', str(layers)]) == 2
+    assert f'{mine}: is there already' in capsys.readouterr().err and mine.read_text() == 'mine'
+    mine.unlink()
+    assert run_command(main, ['--layer', str(layers)]) == run_command(main, ['--layer', str(layers)]) == 0
+
+
 def test_a_machine_without_fonts_draws_the_same_picture(tmp_path, monkeypatch, graphviz):
     (tmp_path / 'x.dot').write_text('digraph { "words to be seen" }', encoding='utf-8')
     layer_graph.draw(tmp_path / 'x.dot', [tmp_path / 'here.png'])
@@ -567,55 +565,38 @@ LATENCIES = [{'startEnqMs': 0.1, 'endEnqMs': 0.2, 'latencyMs': 1.0}]  # trtexec 
 LAYERS = {'Layers': [step('x', 'NoOp', 'a FP16', 'b FP16')(OLD)]}
 
 
-@pytest.mark.parametrize(
-    'layer, profile, words',
-    [
-        ('', None, 'no JSON'),
-        ('{"Layers": [{"Name": "x"', None, 'no JSON, or not all of it in line 1'),
-        (b'ftrt\x00\x00\xff\xfe\x80', None, 'no JSON'),
-        ({}, None, 'no layer information'),
-        (7, None, 'no layer information'),
-        ({'Layers': {}}, None, 'no layer information'),
-        ([3, 4], None, 'no layer information'),
-        ({'Layers': []}, None, 'lists no layer'),
-        ([], None, 'lists no layer'),
-        (NAMES_ONLY, None, 'profilingVerbosity=detailed'),
-        (NAMES_ONLY['Layers'], None, 'profilingVerbosity=detailed'),
-        ({'Layers': [{'Name': 'x', 'Inputs': [{'Name': 'a'}]}]}, None, 'profilingVerbosity=detailed'),
-        (PROFILE, None, 'a profile .*--profile'),
-        (LATENCIES, None, 'profilingVerbosity=detailed'),
-        (LAYERS, '[{"count"', 'no JSON'),
-        (LAYERS, LAYERS, 'layer information.*--layer'),
-        (LAYERS, LATENCIES, 'no profile'),
-        (LAYERS, 'null', 'lists no layer'),
-        (LAYERS, [], 'lists no layer'),
-        (LAYERS, PROFILE[:1], 'lists no layer'),
-        (LAYERS, [{'name': 'x', 'averageMs': None}], 'no profile'),
-        (LAYERS, [{'name': 'x', 'averageMs': float('nan')}], 'no numbers'),
-        (LAYERS, [{'name': 'other', 'averageMs': 1}], 'another engine'),
-    ],
-    ids=lambda x: None,
-)
+MISTAKES = [  # layers, profile, what the line says
+    ('{"Layers": [{"Name": "x"', None, 'no JSON, or not all of it in line 1'),
+    (b'ftrt\x00\x00\xff\xfe\x80', None, 'no JSON'),
+    ([3, 4], None, 'no layer information'),
+    ({'Layers': []}, None, 'lists no layer'),
+    (NAMES_ONLY, None, 'profilingVerbosity=detailed'),
+    ({'Layers': [{'Name': 'x', 'Inputs': [{'Name': 'a'}]}]}, None, 'profilingVerbosity=detailed'),
+    (PROFILE, None, 'a profile .*--profile'),
+    (LATENCIES, None, 'profilingVerbosity=detailed'),
+    (LAYERS, LAYERS, 'layer information.*--layer'),
+    (LAYERS, LATENCIES, 'no profile'),
+    (LAYERS, PROFILE[:1], 'lists no layer'),
+    (LAYERS, [{'name': 'x', 'averageMs': float('nan')}], 'no numbers'),
+    (LAYERS, [{'name': 'other', 'averageMs': 1}], 'another engine'),
+]
+
+
+@pytest.mark.parametrize('layer, profile, words', MISTAKES, ids=[says for *_, says in MISTAKES])
 def test_mistakes_are_one_line(tmp_path, capsys, layer, profile, words):
+    """Other damages are those of faults.KINDS."""
     options = []
     for flag, content in (('layer', layer), ('profile', profile)):
         if content is not None:
             file = tmp_path / f'{flag}.json'
-            text = content if isinstance(content, str | bytes) else json.dumps(content)
-            file.write_bytes(text.encode() if isinstance(text, str) else text)
+            file.write_bytes(
+                content
+                if isinstance(content, bytes)
+                else (content if isinstance(content, str) else json.dumps(content)).encode()
+            )
             options += [f'--{flag}', str(file)]
     before = sorted(tmp_path.iterdir())
     assert run_command(program('scripts/draw_engine.py').main, options) == 2
     error = capsys.readouterr().err
     assert len(error.splitlines()) == 1 and re.search(words, error) and str(tmp_path) in error, error
     assert sorted(tmp_path.iterdir()) == before
-
-
-def test_a_missing_file_and_a_missing_flag(tmp_path, capsys):
-    main = program('scripts/draw_engine.py').main
-    for options, words in (
-        (['--layer', str(tmp_path / 'none.json')], 'no such file'),
-        (['--layer', str(tmp_path)], 'not a file'),
-        ([], '--layer'),
-    ):
-        assert run_command(main, options) == 2 and words in capsys.readouterr().err

@@ -5,7 +5,8 @@ import contextlib
 import numpy as np
 import onnx
 import pytest
-from graphs import FLOAT, INT8_BLOCK, copy, graph_of, nchw, run_onnx, with_values
+from helpers.graphs import FLOAT, HALF, INT8_BLOCK, casts, copy, graph_of, nchw, run_onnx, types_of, with_values
+from helpers.tables import rows
 from onnx import TensorProto
 
 from utils.qat.core.errors import QatError
@@ -14,101 +15,57 @@ from utils.qat.graph.passes import store_int8_weights
 from utils.qat.vendors.onnxruntime.graph import quantize_in_fp32, rounding, rounds_fp16
 from utils.qat.vendors.tensorrt.half import to_half
 
-HALF, INT64 = TensorProto.FLOAT16, TensorProto.INT64
 NP = {FLOAT: np.float32, TensorProto.UINT8: np.uint8}
-
-
-def types_of(model):
-    """{tensor: element type} of a graph without value_info, by ONNX's strict type inference."""
-    bare = copy(model)
-    del bare.graph.value_info[:]
-    graph = onnx.shape_inference.infer_shapes(bare, strict_mode=True, data_prop=True).graph
-    return {
-        **{v.name: v.type.tensor_type.elem_type for v in (*graph.value_info, *graph.input, *graph.output)},
-        **{i.name: i.data_type for i in graph.initializer},
-    }
-
-
-def casts(model):
-    """[(tensor, type)] of every Cast to or from FP16."""
-    types = types_of(model)
-    return [
-        (n.input[0], types[n.output[0]])
-        for n in model.graph.node
-        if n.op_type == 'Cast' and HALF in (types[n.input[0]], types[n.output[0]])
-    ]
 
 
 # ---- graphs made by hand ------------------------------------------------------------------------------------------------
 
-CONV = 'c = Conv(x, w, b)'
-FEATURE = [('x', HALF), ('c', FLOAT)]  # of a graph whose only feature convolution makes c
-TWO = [('x', HALF), ('d', FLOAT)]  # of one whose last makes d
+CONV, WEIGHT = 'c = Conv(x, w, b)', 'dw = QDQ<axis = 0>(w, ws, wz)'  # of the texts below
+# name, nodes, Casts, and how many Q and DQ are left; OPTIONS has what nchw needs besides
+TABLE = """
+convolution, then decoding | CONV y = Sigmoid(c) | x HALF, c FLOAT | 0 0
+softmax, then the DFL | CONV s = Softmax<axis = 1>(c) y = Conv(s, w) | x HALF, c FLOAT | 0 0
+activation between convolutions | CONV m = SiLU(c) d = Conv(m, w) y = Add(d, x) | x HALF, d FLOAT | 0 0
+no convolution | y = Relu(x) | | 0 0
+a constant on both sides | m = Mul(x, two) c = Conv(m, w) y = Mul(c, two) | x HALF, c FLOAT | 0 0
+constants as nodes | k = Constant<value = float {3}>() m = Mul(x, k) c = Conv(m, w) y = Mul(c, k) | x HALF, c FLOAT | 0 0
+a feature is returned | y = Conv(x, w, b) c = Conv(y, w) r = Relu(y) z = Add(c, r) | x HALF, y_fp16 FLOAT, c FLOAT | 0 0
+bytes in | f = Cast<to = 1>(x) d = Div(f, two) c = Conv(d, w) y = Relu(c) | x HALF, c FLOAT | 0 0
+Resize by scales | CONV r = Resize(c, roi, scales) d = Conv(r, w) y = Relu(d) | x HALF, d FLOAT | 0 0
+Resize by sizes, CBFuse | CONV r = Resize(c, "", "", sizes) e = Conv(r, w) f = Add(r, e) d = Conv(f, w) y = Relu(d)
+    | x HALF, d FLOAT | 0 0
+sizes computed in floats | CONV shape = Shape(c) f = Cast<to = 1>(shape) g = Mul(f, scales) i = Cast<to = 7>(g)
+    r = Resize(c, "", "", i) d = Conv(r, w) y = Relu(d) | x HALF, d FLOAT | 0 0
+moved, then decoding | CONV m = Concat<axis = 2>(c, c) t = Transpose(m) y = Sigmoid(t) | x HALF, t FLOAT | 0 0
+moved with something else | CONV m = Concat<axis = 2>(c, x) y = Sigmoid(m) | x HALF, c FLOAT | 0 0
+INT8 moved between Q and DQ | a = QuantizeLinear(x, scale, zero)
+    p = MaxPool<kernel_shape = [3, 3], pads = [1, 1, 1, 1]>(a) e = DequantizeLinear(p, scale, zero)
+    WEIGHT c = Conv(e, dw) y = Relu(c) | x HALF, c FLOAT | 1 2
+a DQ that both sides read | a = QDQ(x) c = Conv(a, w) y = Mul(a, c) | x HALF, a FLOAT, c FLOAT | 1 1
+Q/DQ in the decoding | CONV a = QDQ(c) y = Relu(a) | x HALF, c FLOAT | 1 1
+opset 21 | a = QDQ(x) WEIGHT c = Conv(a, dw) y = Relu(c) | x HALF, c FLOAT | 1 2
+"""
 TALL = {'returns': (1, 4, 8, 8)}
-WEIGHT = 'dw = QDQ<axis = 0>(w, ws, wz)'
+OPTIONS = {
+    'a feature is returned': {'outputs': ('y', 'z')},
+    'bytes in': {'given': TensorProto.UINT8},
+    **dict.fromkeys(('Resize by scales', 'Resize by sizes, CBFuse', 'sizes computed in floats'), TALL),
+    'moved, then decoding': {'returns': (4, 8, 4, 1)},
+    'moved with something else': {'returns': (1, 4, 8, 4)},
+    'opset 21': {'opset': 21},
+}
+TYPES = {'HALF': HALF, 'FLOAT': FLOAT}
 GRAPHS = {  # name → graph, its Casts, and how many Q and DQ are left
-    'convolution, then decoding': (nchw(f'{CONV} y = Sigmoid(c)'), FEATURE, (0, 0)),
-    'softmax, then the DFL': (nchw(f'{CONV} s = Softmax<axis = 1>(c) y = Conv(s, w)'), FEATURE, (0, 0)),
-    'activation between convolutions': (nchw(f'{CONV} m = SiLU(c) d = Conv(m, w) y = Add(d, x)'), TWO, (0, 0)),
-    'no convolution': (nchw('y = Relu(x)'), [], (0, 0)),
-    'a constant on both sides': (nchw('m = Mul(x, two) c = Conv(m, w) y = Mul(c, two)'), FEATURE, (0, 0)),
-    'constants as nodes': (
-        nchw('k = Constant<value = float {3}>() m = Mul(x, k) c = Conv(m, w) y = Mul(c, k)'),
-        FEATURE,
-        (0, 0),
-    ),
-    'a feature is returned': (
-        nchw('y = Conv(x, w, b) c = Conv(y, w) r = Relu(y) z = Add(c, r)', outputs=('y', 'z')),
-        [('x', HALF), ('y_fp16', FLOAT), ('c', FLOAT)],
-        (0, 0),
-    ),
-    'bytes in': (
-        nchw('f = Cast<to = 1>(x) d = Div(f, two) c = Conv(d, w) y = Relu(c)', given=TensorProto.UINT8),
-        FEATURE,
-        (0, 0),
-    ),
-    'Resize by scales': (nchw(f'{CONV} r = Resize(c, roi, scales) d = Conv(r, w) y = Relu(d)', **TALL), TWO, (0, 0)),
-    'Resize by sizes, CBFuse': (
-        nchw(f'{CONV} r = Resize(c, "", "", sizes) e = Conv(r, w) f = Add(r, e) d = Conv(f, w) y = Relu(d)', **TALL),
-        TWO,
-        (0, 0),
-    ),
-    'sizes computed in floats': (
-        nchw(
-            f'{CONV} shape = Shape(c) f = Cast<to = 1>(shape) g = Mul(f, scales) i = Cast<to = 7>(g)'
-            'r = Resize(c, "", "", i) d = Conv(r, w) y = Relu(d)',
-            **TALL,
-        ),
-        TWO,
-        (0, 0),
-    ),
-    'INT8': (INT8_BLOCK, TWO, (3, 4)),
+    'INT8': (INT8_BLOCK, [('x', HALF), ('d', FLOAT)], (3, 4)),
     'INT8, images with a scale that is an FP16 number': (with_values(INT8_BLOCK, scale=0.125), [('d', FLOAT)], (3, 4)),
-    'moved, then decoding': (
-        nchw(f'{CONV} m = Concat<axis = 2>(c, c) t = Transpose(m) y = Sigmoid(t)', returns=(4, 8, 4, 1)),
-        [('x', HALF), ('t', FLOAT)],
-        (0, 0),
-    ),
-    'moved with something else': (
-        nchw(f'{CONV} m = Concat<axis = 2>(c, x) y = Sigmoid(m)', returns=(1, 4, 8, 4)),
-        FEATURE,
-        (0, 0),
-    ),
-    'INT8 moved between Q and DQ': (
-        nchw(
-            'a = QuantizeLinear(x, scale, zero) p = MaxPool<kernel_shape = [3, 3], pads = [1, 1, 1, 1]>(a)'
-            f'e = DequantizeLinear(p, scale, zero) {WEIGHT} c = Conv(e, dw) y = Relu(c)'
-        ),
-        FEATURE,
-        (1, 2),
-    ),
-    'a DQ that both sides read': (
-        nchw('a = QDQ(x) c = Conv(a, w) y = Mul(a, c)'),
-        [('x', HALF), ('a', FLOAT), ('c', FLOAT)],
-        (1, 1),
-    ),
-    'Q/DQ in the decoding': (nchw(f'{CONV} a = QDQ(c) y = Relu(a)'), FEATURE, (1, 1)),
-    'opset 21': (nchw(f'a = QDQ(x) {WEIGHT} c = Conv(a, dw) y = Relu(c)', opset=21), FEATURE, (1, 2)),
+    **{
+        name: (
+            nchw(text.replace('CONV', CONV).replace('WEIGHT', WEIGHT), **OPTIONS.get(name, {})),
+            [(tensor, TYPES[kind]) for tensor, kind in (cast.split() for cast in found.split(', ') if cast)],
+            tuple(map(int, left.split())),
+        )
+        for name, text, found, left in rows(TABLE)
+    },
 }
 
 

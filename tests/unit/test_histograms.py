@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 import torch
-from helpers import image, sampled, settings
+from helpers.commands import image, sampled, settings
 from pytorch_quantization.calib import HistogramCalibrator, MaxCalibrator
 from torch.utils._python_dispatch import TorchDispatchMode
 

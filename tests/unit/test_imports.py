@@ -136,9 +136,9 @@ BY_NAME = {
     'utils/qat/config/tables.py': [f'utils.qat.vendors.{name}' for name in VENDORS],
     'utils/qat/vendors/graphs.py': [target.graph for target in TARGETS.values()],
     'utils/qat/vendors/load.py': [backend.module for backend in BACKENDS.values()],
-    'models/deploy/load.py': [kind.module for kind in FORMATS.values()],
+    'models/deploy/load.py': [kind.module.partition(':')[0] for kind in FORMATS.values()],
     'models/quantize/checkpoint.py': [
-        module_of(file) for file in QUANTIZE if file.match('origins/[!_]*') and file.stem != 'origin'
+        module_of(file) for file in QUANTIZE if file.match('trainers/[!_]*') and file.stem != 'trainer'
     ],
 }
 OTHERS_BY_NAME = {  # file → what else it loads

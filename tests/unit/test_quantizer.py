@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 import torch
-from helpers import same
+from helpers.commands import same
 
 from models.quantize.quantizers import MAX_AMAX, MIN_AMAX, QMAX, QMIN, Quantizer
 

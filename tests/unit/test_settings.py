@@ -7,7 +7,7 @@ from dataclasses import MISSING, FrozenInstanceError, fields, replace
 from pathlib import Path
 
 import pytest
-from helpers import settings
+from helpers.commands import settings
 
 from utils.qat.config import common, deploy, export, qat
 from utils.qat.config.settings import RUN, WHAT, Range, Settings, add_options, flag_of, option_of, read
@@ -26,6 +26,8 @@ KINDS = sorted(
 )
 NEEDED = {  # what has to be typed
     deploy.BuildConfig: ['m.onnx'],
+    deploy.AuditConfig: ['m.onnx'],
+    deploy.DrawConfig: ['--layer', 'l.json'],
     deploy.BenchmarkConfig: ['m.onnx'],
     deploy.InferConfig: ['m.onnx', 'images'],
     deploy.CompareConfig: ['a.pt', 'b.pt', '--random', '1'],

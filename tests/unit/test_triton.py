@@ -3,7 +3,7 @@
 import re
 
 import pytest
-from graphs import model_of
+from helpers.graphs import model_of
 from onnx import TensorProto
 
 from utils.qat.core.errors import QatError

@@ -9,8 +9,6 @@ possible it checks for the feature that it replaces, not for a version. Line num
 Nothing here replaces a `forward` or assigns inside `torch.nn`.
 """
 
-from __future__ import annotations
-
 import atexit
 import functools
 import importlib

@@ -9,10 +9,9 @@ import shlex
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
-from onnx import ModelProto, TensorProto, helper, numpy_helper
+from onnx import ModelProto, TensorProto, helper
 from typing_extensions import override
 
 from models.deploy.formats.format import Export, Format, Written, size_of
@@ -97,26 +96,15 @@ def deepstream_layout(model: ModelProto) -> ModelProto:
     too coarse for boxes. They are the same in opsets 13 to 23.
     """
     _rename_input(model)
-    graph = model.graph
-    [predictions] = graph.output
+    [predictions], graph = model.graph.output, GraphWriter(model, 'deepstream')
     batch, rows, anchors = axes_of(predictions)
-
-    def tensor(name: str, values: Any, dtype: type = np.int64) -> str:
-        graph.initializer.append(numpy_helper.from_array(np.asarray(values, dtype), f'deepstream/{name}'))
-        return f'deepstream/{name}'
-
-    def add(op: str, inputs: list[str], *outputs: str, **attributes: Any) -> Any:
-        made = [name if name == OUTPUT else f'deepstream/{name}' for name in outputs]
-        graph.node.append(helper.make_node(op, inputs, made, f'deepstream/{op}_{made[0].split("/")[-1]}', **attributes))
-        return made if len(made) > 1 else made[0]
-
-    parts = tensor('parts', [2, 2, rows - 4])
-    centre, size, scores = add('Split', [predictions.name, parts], 'centre', 'size', 'scores', axis=1)
-    half = add('Mul', [size, tensor('0.5', 0.5, np.float32)], 'half')
-    corners = add('Sub', [centre, half], 'top_left'), add('Add', [centre, half], 'bottom_right')
-    score, best = add('TopK', [scores, tensor('1', [1])], 'score', 'best', axis=1)
-    number = add('Cast', [best], 'class', to=TensorProto.FLOAT)
-    add('Transpose', [add('Concat', [*corners, score, number], 'columns', axis=1)], OUTPUT, perm=[0, 2, 1])
+    parts = graph.constant([2, 2, rows - 4])
+    centre, size, scores = graph.node('Split', [predictions.name, parts], 3, axis=1)
+    half = graph.node('Mul', [size, graph.constant(0.5, np.float32)])
+    corners = graph.node('Sub', [centre, half]), graph.node('Add', [centre, half])
+    score, best = graph.node('TopK', [scores, graph.constant([1])], 2, axis=1)
+    number = graph.node('Cast', [best], to=TensorProto.FLOAT)
+    graph.node('Transpose', [graph.node('Concat', [*corners, score, number], axis=1)], (OUTPUT,), perm=[0, 2, 1])
     predictions.name = OUTPUT
     set_output_shapes(model, (batch, anchors, 6))
     return model
@@ -173,7 +161,7 @@ symmetric-padding=1
 
 
 class DeepStream(Format):
-    """MODEL.pt.onnx beside the checkpoint, and labels.txt and the configuration in the current folder; with --project all three there."""
+    """MODEL.pt.onnx, labels.txt and the configuration, beside the checkpoint or in --project."""
 
     name = 'deepstream'
 
@@ -208,7 +196,7 @@ class DeepStream(Format):
             LABELS: ''.join(f'{name}\n' for name in names),
             plugin.config: deepstream_config(path.name, len(names), config.batch_size, export.int8, plugin),
         }
-        folder = config.project or Path()
+        folder = path.parent
         for file, text in texts.items():
             require_own(folder / file, text)
         done = write_onnx(export, path, half, self.layout(export))

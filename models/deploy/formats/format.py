@@ -20,7 +20,8 @@ from utils.qat.config.settings import image_size
 from utils.qat.config.tables import BACKENDS, FORMATS
 from utils.qat.core.files import require_ours
 from utils.qat.core.machine import select_device
-from utils.qat.untrusted.torchvision_weights import fetched
+from utils.qat.core.text import pixels
+from utils.qat.untrusted.torchvision_weights import fetch
 from utils.qat.vendors.next_step import after_scoring
 
 
@@ -50,7 +51,7 @@ class Written:
         return next(iter(self.files.values()))
 
     @property
-    def typed_backend(self) -> str | None:
+    def named_backend(self) -> str | None:
         """The backend that a command must name because it runs native code; None for any other."""
         return self.backend if self.backend and BACKENDS[self.backend].native else None
 
@@ -147,6 +148,18 @@ class Format(ABC):
             QatError: they differ from PyTorch, or a library refuses. No file is left.
         """
 
+    def report(self, export: Export, path: Path, kind: str, agreement: object, *more: str) -> Written:
+        """Report a file that runs in one backend. kind: what it is, in words; more: lines about it."""
+        takes = 'any batch' if export.config.dynamic else f'batch {export.config.batch_size}'
+        return Written(
+            {self.name: path},
+            [
+                f'-> {path}, {size_of(path)}: {kind}, {takes}, images of {pixels(export.config.imgsz)}',
+                *more,
+                f'{BACKENDS[self.runs_in or self.name].title} against PyTorch: {agreement}',
+            ],
+        )
+
     def backend(self, export: Export) -> str | None:
         """Return the backend that runs the file for --verify; None if no backend can."""
         return self.runs_in
@@ -157,7 +170,7 @@ class Format(ABC):
 
     def next_commands(self, export: Export, written: Written, data: str) -> list[str]:
         """Return the commands to type after a good score. data: the user's data, or a placeholder."""
-        return [after_scoring(written.path, export.config.imgsz, export.target, written.typed_backend)]
+        return [after_scoring(written.path, export.config.imgsz, export.target, written.named_backend)]
 
 
 def with_sources(formats: Sequence[Format]) -> list[Format]:
@@ -176,7 +189,7 @@ def size_of(*files: Path) -> str:
 
 def open_export(config: ExportConfig, formats: Sequence[Format], flag: str = '--imgsz') -> Export:
     """Load a checkpoint for `formats`; see `export_of`. flag: the name of the option of the size."""
-    predict = TorchModel(*CheckpointFile(fetched(config.weights)).load_any(select_device(config.device)))
+    predict = TorchModel(*CheckpointFile(fetch(config.weights)).load_any(select_device(config.device)))
     return export_of(predict, config, formats, flag)
 
 

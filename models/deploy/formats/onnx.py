@@ -123,7 +123,7 @@ def traced_graph(
         graph = step(graph)
     quantizers = [q for _, q in named_quantizers(traced)]
     units = [np.float32(UNIT_SCALE)] * any(isinstance(q, SiLUQuantizer) for q in quantizers)
-    onnx_passes.check_scales(graph, [*(q.scale.cpu().numpy() for q in quantizers), *units])
+    onnx_passes.require_scales(graph, [*(q.scale.cpu().numpy() for q in quantizers), *units])
     return graph
 
 

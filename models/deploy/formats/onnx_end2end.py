@@ -132,12 +132,12 @@ def export_end2end(source: Path, path: Path, nms: Nms, pooling: Pooling = Poolin
         batch, _, *imgsz = shape_of(given)
         made = made_predictions(nms, max(imgsz), *map(shape_of, outputs))
         found = run_graph(part, dict(zip((o.name for o in outputs), made)))
-        check_detections(found, made, nms, pooling, 'ONNX Runtime')
+        require_detections(found, made, nms, pooling, 'ONNX Runtime')
         whole = onnx.ModelProto()
         whole.CopyFrom(model)
         whole.graph.output.extend(outputs)
         returned = run_graph(whole, {given.name: made_images(batch, imgsz)})
-        check_detections(returned[: -len(outputs)], returned[-len(outputs) :], nms, pooling, 'ONNX Runtime')
+        require_detections(returned[: -len(outputs)], returned[-len(outputs) :], nms, pooling, 'ONNX Runtime')
     with atomic(path) as tmp:
         onnx.save(model, tmp)
 
@@ -168,7 +168,7 @@ def made_predictions(nms: Nms, side: int, shape: Sequence[int], *prototypes: Seq
     return [made, *(2 * rand(*p) - 1 for p in prototypes)]
 
 
-def check_detections(
+def require_detections(
     outputs: Sequence[torch.Tensor], made: Sequence[torch.Tensor], nms: Nms, pooling: Pooling, engine: str
 ) -> None:
     """Raise QatError unless a file's outputs are those of `torch_nms` and `torch_masks`.

@@ -3,24 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from models.deploy.ship.look import Facts
-from utils.qat.config.export import ExportConfig
-from utils.qat.config.settings import flag_of, typed_words
+from models.quantize.run.duration import CALIBRATED, LEARNT, SCORED
+from utils.qat.config.settings import command_words, flag_of
 from utils.qat.config.ship import ShipConfig
 from utils.qat.config.tables import FORMATS, TARGETS
-from utils.qat.core.command import command, typed_sides
+from utils.qat.core.command import command, sides_words
 from utils.qat.core.run_folder import DELIVERED
 from utils.qat.vendors.vendor import Target
 
 SHOWN = 10  # images side by side
 DURATION = 3  # seconds of a measurement
-# Expected times. In passes of the float model by PyTorch, for each image:
-SCORED, COMPARED, CALIBRATED, LEARNT, OF_UNITS = 1.3, 4.5, 4.5, 5, 8
-TRIALS = 10  # calibrations of `quantize --max-drop`
-LOADING, EXPORTED, BUILT = 5, 8, 200  # seconds: until a command has its libraries and model; an export, an engine
+ITERS = 200  # steps of an epoch, at most
+# Expected times. In passes of the float model, as in duration.py: a comparison, and `sensitive`
+COMPARED, OF_UNITS, TRIALS = 4.5, 8, 10  # and calibrations of `quantize --max-drop`
+LOADING, EXPORTED, BUILT = 5, 8, 330  # seconds: until a command has its libraries and model; an export, an engine
 
 
 class Step(NamedTuple):
@@ -31,7 +31,10 @@ class Step(NamedTuple):
     result: Path  # is there when the command has ended well
     seconds: float  # expected, without LOADING
     command: str
-    again: str = ''  # goes on with it where STATE is beside the result; '' = it starts over
+
+    def whole(self) -> float:
+        """Return the expected seconds."""
+        return LOADING + self.seconds
 
 
 def flags(**values: Any) -> list[object]:
@@ -40,34 +43,57 @@ def flags(**values: Any) -> list[object]:
     return [word for name, words in several.items() for word in (flag_of(name), *words)]
 
 
+@dataclass(frozen=True)
 class Plan:
-    """The steps for a model, in a folder.
+    """What is known of a model, its data and its engine, and the steps."""
 
-    Attributes:
-        target: the engine.
-        shown: the target whose files of the float model it takes, and whose backend takes the time; see Target.stand_in.
-    """
+    config: ShipConfig  # with every default resolved
+    task: Any
+    numbers: dict[str, int]  # of images of 'val', 'calibration' and 'train'
+    seconds: float  # that PyTorch takes for an image
+    engine_device: str  # --device of the benchmark
+    trt: int  # --trt of the installed TensorRT; 0 for other engines
+    digest: str  # of all files that a result hangs on
+    folder: Path = Path()
 
-    def __init__(self, facts: Facts, folder: Path) -> None:
-        self.facts, self.folder, self.config = facts, folder, facts.config
-        self.target = TARGETS[facts.config.for_ or '']
-        self.shown = TARGETS[self.target.stand_in or self.target.name]
-        self.size = flags(imgsz=typed_sides(self.config.imgsz))
-        self.read = self.typed('names_from', 'device', 'batch_size', 'workers')
-        self.model = [*flags(weights=self.config.weights, data=self.config.data), *self.size, *self.read]
+    @property
+    def target(self) -> Target:
+        """The engine."""
+        return TARGETS[self.config.for_ or '']
+
+    @property
+    def shown(self) -> Target:
+        """The target whose files of the float model it takes, and whose backend takes the time; see Target.stand_in."""
+        return TARGETS[self.target.stand_in or self.target.name]
+
+    @property
+    def epoch(self) -> float:
+        """Seconds of an epoch of fine-tuning."""
+        learnt = LEARNT * min(ITERS * self.config.batch_size, self.numbers['train'])
+        return self.seconds * (learnt + SCORED * self.numbers['val'])
 
     def typed(self, *names: str) -> list[str]:
         """Return the words of settings that are not the defaults."""
-        return typed_words({name: getattr(self.config, name) for name in names}, ShipConfig)
+        return command_words({name: getattr(self.config, name) for name in names}, ShipConfig)
 
-    def run(self, name: str) -> list[object]:
-        """Return the words that name the folder of a step."""
-        return flags(project=self.folder, name=name, exist_ok=True)
+    def images(self, **given: Any) -> list[object]:
+        """Return options, and those that tell how images are read."""
+        size = flags(imgsz=sides_words(self.config.imgsz))
+        return [*flags(**given), *size, *self.typed('names_from', 'device', 'batch_size', 'workers')]
+
+    def step(self, name: str, title: str, result: str, seconds: float, file: str, *words: object) -> Step:
+        """Make a step that works in the folder `name`."""
+        line = command(file, *words, *flags(project=self.folder, name=name, exist_ok=True))
+        return Step(name, title, self.folder / name / result, seconds, line)
+
+    def verb(self, name: str, title: str, result: str, passes: float, verb: str, *words: object) -> Step:
+        """Make a step that is a verb of qat.py on the float model. passes: of this model."""
+        given = self.images(weights=self.config.weights, data=self.config.data)
+        return self.step(name, title, result, passes * self.seconds, 'qat.py', verb, *given, *words)
 
     def deployed(self, checkpoint: Path, target: Target) -> Path:
         """Return the file that an engine runs, of a checkpoint in its folder."""
-        suffix = '.engine' if target.name == 'tensorrt' else FORMATS[target.include].suffix
-        return checkpoint.with_name(f'{checkpoint.stem}{suffix}')
+        return checkpoint.with_name(f'{checkpoint.stem}{target.engine or FORMATS[target.include].suffix}')
 
     @property
     def float_file(self) -> Path:
@@ -80,62 +106,48 @@ class Plan:
 
     def first(self) -> Iterator[Step]:
         """Yield the steps of the float model."""
-        seconds = SCORED * self.facts.numbers['val'] * self.facts.seconds
-        words = *self.model, '--square', *self.run('float')
-        yield Step(
-            'float', 'float model', self.folder / 'float/metrics.json', seconds, command('qat.py', 'eval', *words)
-        )
+        passes = SCORED * self.numbers['val']
+        yield self.verb('float', 'float model', 'metrics.json', passes, 'eval', '--square')
         yield from self.files('float', self.config.weights, self.float_file, project=self.folder / 'float')
 
     def files(self, name: str, checkpoint: Path, made: Path, **folder: Path) -> Iterator[Step]:
         """Yield the steps from a checkpoint to the file of the engine."""
-        include, batch, trt = (
-            (self.shown if name == 'float' else self.target).include,
-            self.config.batch,
-            self.facts.trt,
-        )
-        own = {'dynamic': True, 'simplify': True} if include == 'onnx' else {'batch_size': batch} if batch > 1 else {}
-        if trt != ExportConfig.trt:
-            own |= {'trt': trt, **({'half': True} if trt > ExportConfig.trt and name == 'float' else {})}
-        words = *flags(weights=checkpoint, include=include, **own, **folder), *self.size
+        batch, kind = self.config.batch, 'float' if name == 'float' else 'INT8'
+        include = (self.shown if kind == 'float' else self.target).include
+        own = {'dynamic': True, 'simplify': True} if include == 'onnx' else {'batch_size': batch}
+        if self.target.engine:
+            own |= {'trt': self.trt}
+            own |= {'half': True} if self.trt == 11 and kind == 'float' else {}  # it computes in the types of the file
+        words = flags(weights=checkpoint, include=include, imgsz=sides_words(self.config.imgsz), **own, **folder)
         file = made.with_name(f'{checkpoint.stem}{FORMATS[include].suffix}')
-        kind = 'float' if name == 'float' else 'INT8'
         yield Step(f'{name}-export', f'export, {kind}', file, EXPORTED, command('export_qat.py', *words))
-        if made != file:
-            line = command('scripts/build_engine.py', file, *flags(batch=batch))
+        if self.target.engine:
+            line = command('scripts/build_engine.py', file, *flags(batch=batch, no_trtexec=True))  # by what runs it
             yield Step(f'{name}-engine', f'engine, {kind}', made, BUILT, line)
 
     def quantized(self, run: str, **options: Any) -> Iterator[Step]:
         """Yield the steps from the float model to an INT8 file, its AP and its speed. options: further ones of `quantize`."""
-        config, numbers, epochs = self.config, self.facts.numbers, self.config.epochs or 0
+        numbers, epochs = self.numbers, self.config.epochs or 0
         scores = bool(epochs or options)  # else `quantize` has nothing to choose, and the file is scored later
         options |= {} if scores else {'no_eval_origin': True, 'no_eval_ptq': True}
-        passes = CALIBRATED * numbers['calibration'] + SCORED * numbers['val'] * (2 + epochs) * scores
-        passes *= TRIALS if options.get('sensitive') else 1
-        passes += LEARNT * epochs * min(200 * config.batch_size, numbers['train'])
-        how = *self.model, *flags(target=self.target.name, epochs=epochs), *self.typed('activation', 'calib_images')
-        line = command('qat.py', 'quantize', *how, *flags(**options), *self.run(run))
+        passes = CALIBRATED * numbers['calibration'] + SCORED * numbers['val'] * 2 * scores
+        passes = passes * (TRIALS if 'sensitive' in options else 1) + epochs * self.epoch / self.seconds
+        words = *flags(target=self.target.name, epochs=epochs, **options), *self.typed('activation', 'calib_images')
         title = 'calibration' + ' and fine-tuning' * bool(epochs)
-        again = (
-            command('qat.py', 'quantize', '--resume', self.folder / run) if epochs else ''
-        )  # a calibration keeps no state
-        yield Step(run, title, self.folder / run / 'report.json', passes * self.facts.seconds, line, again)
+        yield self.verb(run, title, 'report.json', passes, 'quantize', *words)
 
-        checkpoint, file, name = self.folder / run / DELIVERED, self.int8_file(run), f'{run}-outputs'
+        checkpoint, file, passes = self.folder / run / DELIVERED, self.int8_file(run), COMPARED * numbers['val']
         yield from self.files(run, checkpoint, file)
-        how = *flags(data=config.data, images=0, show=SHOWN), *self.size, *self.read, *self.run(name)
-        line = command('compare_outputs.py', config.weights, checkpoint, file, *how)
-        seconds = COMPARED * numbers['val'] * self.facts.seconds
-        yield Step(name, 'AP and outputs of the files', self.folder / name / 'compare.json', seconds, line)
-
-        name, where = f'{run}-speed', self.facts.engine_device
-        how = *flags(backend=self.shown.name, device=where, batch=config.batch, duration=DURATION), *self.run(name)
-        line = command('benchmark_trt.py', self.float_file, file, *how)
-        yield Step(name, 'speed', self.folder / name / 'benchmark.json', 6 * DURATION, line)
+        files, how = [self.config.weights, checkpoint, file], self.images(data=self.config.data, images=0, show=SHOWN)
+        name, title = f'{run}-outputs', 'AP and outputs of the files'
+        yield self.step(name, title, 'compare.json', passes * self.seconds, 'compare_outputs.py', *files, *how)
+        how = flags(backend=self.shown.name, device=self.engine_device, batch=self.config.batch, duration=DURATION)
+        files = [self.float_file, file]
+        yield self.step(f'{run}-speed', 'speed', 'benchmark.json', 6 * DURATION, 'benchmark_trt.py', *files, *how)
 
     def sensitive(self) -> Step:
         """Return the step that measures what the INT8 of each block costs, for --max-drop."""
-        file, numbers = self.folder / 'sensitive/summary-sensitive-analysis.json', self.facts.numbers
-        seconds = self.facts.seconds * (CALIBRATED * numbers['calibration'] + OF_UNITS * min(100, numbers['val']))
-        words = *self.model, *flags(target=self.target.name), *self.typed('calib_images'), *self.run('sensitive')
-        return Step('sensitive', 'what each block costs', file, seconds, command('qat.py', 'sensitive', *words))
+        passes = CALIBRATED * self.numbers['calibration'] + OF_UNITS * min(100, self.numbers['val'])
+        words = *flags(target=self.target.name), *self.typed('calib_images')
+        file = 'summary-sensitive-analysis.json'
+        return self.verb('sensitive', 'what each block costs', file, passes, 'sensitive', *words)

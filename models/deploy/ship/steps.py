@@ -9,32 +9,28 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
+from logging import DEBUG, WARNING
 from pathlib import Path
+from typing import Any
 
-from models.deploy.ship.plan import LOADING, Step
+from models.deploy.ship.plan import Step
+from utils.qat.core.command import command
+from utils.qat.core.errors import QatError
 from utils.qat.core.files import write_json
 from utils.qat.core.log import LOGGER
+from utils.qat.core.text import in_words
 from utils.qat.run.state import STATE
 from utils.qat.untrusted.json_schema import NONE, NUMBER, read_json
 
 STAMPS = 'steps.json'
+MARK = 'warning: '  # how a line of a command begins that is one
 PR_SET_PDEATHSIG = 1  # of Linux's prctl.h
 
 
-class Failed(Exception):
-    """A command has ended with this exit code; it has said why."""
-
-
-def in_words(seconds: float) -> str:
-    """Format a time as a person says it."""
-    return (
-        f'{max(seconds, 1):.0f} s'
-        if seconds < 100
-        else f'{seconds / 60:.0f} min'
-        if seconds < 6000
-        else f'{seconds / 3600:.1f} h'
-    )
+class Failed(QatError):
+    """A step has ended badly."""
 
 
 def _end_with_parent() -> None:
@@ -50,6 +46,7 @@ class Runner:
     Attributes:
         digest: of the files that all results hang on.
         resume: whether to keep what an earlier run has finished.
+        stamps: name of a step → its command, the digest, and its seconds, None until it has ended well.
     """
 
     folder: Path
@@ -57,63 +54,57 @@ class Runner:
     resume: bool
     ahead: list[Step] = field(default_factory=list)
     done: list[Step] = field(default_factory=list)
+    stamps: dict[str, dict] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self.stamps: dict[str, dict] = {}
-        self.expected = self.taken = 0.0
         kind = {str: {'command': str, 'digest': str, 'seconds': (NONE, NUMBER)}}
-        if self.resume:
-            try:
-                self.stamps = read_json(self.folder / STAMPS, kind)
-            except (OSError, ValueError):
-                self.resume = False  # killed before the first step, or not ours
+        with suppress(OSError, ValueError):  # killed before the first step, or not ours
+            self.stamps = read_json(self.folder / STAMPS, kind) if self.resume else {}
 
     def expect(self, steps: Sequence[Step]) -> str:
         """Say how long steps will take: what was expected, by how right that was so far."""
-        right = self.taken / self.expected if self.expected else 1.0
-        return in_words(right * sum(LOADING + step.seconds for step in steps))
+        expected, taken = (sum(of(step) for step in self.done) for of in (Step.whole, self.seconds))
+        return in_words((taken / expected if self.done else 1) * sum(map(Step.whole, steps)))
+
+    def seconds(self, step: Step) -> float:
+        """Return the time that a step has taken."""
+        return self.stamps[step.name]['seconds']
 
     def run(self, steps: Sequence[Step]) -> None:
         """Run steps, the first of those that are ahead. Raises Failed."""
         for step in steps:
-            total, typed = len(self.done) + len(self.ahead), {'command': step.command, 'digest': self.digest}
-            stamp = self.stamps.get(step.name, {})
-            same = self.resume and {k: stamp.get(k) for k in typed} == typed
+            place = f'[{len(self.done) + 1}/{len(self.done) + len(self.ahead)}] {step.title}'
+            typed, stamp = {'command': step.command, 'digest': self.digest}, self.stamps.get(step.name, {})
+            same, folder = typed.items() <= stamp.items(), step.result.parent
             if same and stamp['seconds'] is not None and step.result.exists():
-                LOGGER.info(
-                    f'[{len(self.done) + 1}/{total}] {step.title}: done before, in {in_words(stamp["seconds"])}'
-                )
+                LOGGER.info(f'{place}: done before, in {in_words(self.seconds(step))}')
             else:
-                LOGGER.info(
-                    f'[{len(self.done) + 1}/{total}] {step.title}, about {self.expect([step])}; all that is left: {self.expect(self.ahead)}'
-                )
-                started = same and step.again and (step.result.parent / STATE).exists()
-                self.resume = False  # what follows hangs on this step
-                for later in self.ahead:
-                    self.stamps.pop(later.name, None)
-                self.stamps[step.name] = {**typed, 'seconds': None}
+                LOGGER.info(f'{place}, about {self.expect([step])}; all that is left: {self.expect(self.ahead)}')
+                started = same and (folder / STATE).exists()
+                line = command('qat.py', 'quantize', '--resume', folder) if started else step.command
+                self.stamps = {one.name: self.stamps[one.name] for one in self.done}  # all others hang on this step
+                stamp = self.stamps[step.name] = {**typed, 'seconds': None}
                 write_json(self.folder / STAMPS, self.stamps)
-                seconds = self._call(step.again if started else step.command)
-                self.stamps[step.name]['seconds'] = seconds
+                stamp['seconds'] = _call(line)
                 write_json(self.folder / STAMPS, self.stamps)
-                self.expected, self.taken = self.expected + LOADING + step.seconds, self.taken + seconds
             self.ahead.remove(step)
             self.done.append(step)
 
-    def _call(self, line: str) -> float:
-        """Run a command; return its seconds. Its output goes to the log, its warnings, errors and bars to the terminal."""
-        LOGGER.info(f'$ {line}')
-        start = time.perf_counter()
-        words = [sys.executable, *shlex.split(line)[1:]]
-        with subprocess.Popen(
-            words, stdout=subprocess.PIPE, text=True, errors='replace', preexec_fn=_end_with_parent
-        ) as child:
-            for said in child.stdout or ():
-                mark, _, text = said.rstrip().partition('warning: ')
-                if text and not mark:
-                    LOGGER.warning(text)
-                else:
-                    LOGGER.debug(said.rstrip())
-        if child.returncode:
-            raise Failed(child.returncode)
-        return time.perf_counter() - start
+
+def _call(line: str) -> float:
+    """Run a command; return its seconds. Its output goes to the log, its warnings, errors and bars to the terminal. Raises Failed."""
+    LOGGER.info(f'$ {line}')
+    start = time.perf_counter()
+    how: dict[str, Any] = {'stdout': subprocess.PIPE, 'text': True, 'errors': 'replace', 'preexec_fn': _end_with_parent}
+    with subprocess.Popen([sys.executable, *shlex.split(line)[1:]], **how) as child:
+        for said in child.stdout or ():
+            text = said.rstrip()
+            LOGGER.log(WARNING if text.startswith(MARK) else DEBUG, text.removeprefix(MARK))
+    if child.returncode:
+        why = (
+            f'signal {-child.returncode}, which is 9 if memory ran out'
+            if child.returncode < 0
+            else 'its message is above'
+        )
+        raise Failed(f'this step failed ({why}): {line}')
+    return time.perf_counter() - start

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 import torch.nn as nn
+from torch.utils.data import DataLoader
 
 from models.quantize.activations import exchanges
 from models.quantize.blocks import Twin
@@ -123,7 +124,7 @@ class FormMetrics:
         )
         if self.scorer:
             task = predict.task
-            self.scorer.update(task.found_in(task.predictions(output), truth.shape), truth)
+            self.scorer.update(task.postprocess(task.predictions(output), truth.shape), truth)
 
     def result(self) -> dict[str, Any]:
         """Compute the figures, as plain values, over all processes of a torchrun."""
@@ -144,7 +145,7 @@ class FormMetrics:
 def measure_units(
     forms: TwinForms | ActivationForms,
     units: Mapping[str, Sequence[str]],
-    loader: Any,
+    loader: DataLoader,
     names: Mapping[int, str],
     scoring: bool,
     progress: Callable[[Iterable], Iterable],

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 import torch.nn as nn
+from torch.utils.data import DataLoader
 
 from models.quantize.activations import Exchange, exchanges
 from models.quantize.analysis.partly_float import ActivationForms, TwinForms, measure_units
@@ -83,7 +84,7 @@ class DivergenceEstimate:
 
         def of_conv(path: str) -> Callable[..., None]:
             @torch.no_grad()
-            def hook(conv: Any, inputs: tuple[torch.Tensor, ...], output: torch.Tensor) -> None:
+            def hook(conv: QuantConv2d, inputs: tuple[torch.Tensor, ...], output: torch.Tensor) -> None:
                 quantized = (
                     conv.input_quantizer._quant_forward(inputs[0]),
                     conv.weight_quantizer._quant_forward(conv.weight),
@@ -109,7 +110,7 @@ class DivergenceEstimate:
 
         def of_exchange(path: str) -> Callable[..., None]:
             @torch.no_grad()
-            def hook(exchange: Any, inputs: tuple[torch.Tensor, ...], output: torch.Tensor) -> None:
+            def hook(exchange: Exchange, inputs: tuple[torch.Tensor, ...], output: torch.Tensor) -> None:
                 note(path, output, exchange.new(inputs[0]) - output)
 
             return hook
@@ -147,7 +148,7 @@ def unit_costs(
     flops: dict[str, int] = {}
 
     def note(path: str) -> Callable[..., None]:
-        def hook(module: Any, inputs: tuple[torch.Tensor, ...], output: torch.Tensor) -> None:
+        def hook(module: nn.Module, inputs: tuple[torch.Tensor, ...], output: torch.Tensor) -> None:
             each = 1 if isinstance(module, Exchange) else 2 * module.weight[0].numel()
             flops[path] = each * output[0].numel()
 
@@ -181,7 +182,7 @@ def _ranges(model: nn.Module, twins: Iterable[str]) -> dict[str, float | list[fl
 def analyse(
     model: nn.Module,
     reference: nn.Module,
-    loader: Any,
+    loader: DataLoader,
     names: Mapping[int, str],
     config: SensitiveConfig,
     corrected: bool,

@@ -53,7 +53,7 @@ class Sample:
     """
 
     def __init__(self, images: Images | None = None) -> None:
-        self.images, self.seen = images, 0 if images is None else len(images.loader.dataset)
+        self.images, self.count = images, 0 if images is None else len(images.loader.dataset)
         self.batch_size, self.step = 0, 1  # every `step`-th image is kept
         self.kept: list[torch.Tensor] = []  # [3, H, W] each
 
@@ -61,11 +61,11 @@ class Sample:
         """Take note of a batch, and give it to the model in the layout of all other passes."""
         self.batch_size = self.batch_size or len(inputs[0])
         for image in inputs[0] if self.images is None else ():
-            if self.seen % self.step == 0 and (not self.kept or image.shape == self.kept[0].shape):
+            if self.count % self.step == 0 and (not self.kept or image.shape == self.kept[0].shape):
                 self.kept.append(image.detach().clone())  # the loop may write into its batch
             if len(self.kept) == 2 * COMPARED:
                 self.kept, self.step = self.kept[::2], 2 * self.step
-            self.seen += 1
+            self.count += 1
         return channels_last(inputs[0])
 
     def batches(self) -> list[torch.Tensor]:
@@ -238,7 +238,7 @@ def calibrate(
     compared = ', '.join(f'{name} {value:.4f}' for name, value in found.items())
     closest = f': the closest to float of {len(found)} calibrations' if len(found) > 1 else ''
     LOGGER.info(
-        f'calibrated on {sample.seen} images, ranges by {method}, '
+        f'calibrated on {sample.count} images, ranges by {method}, '
         f'{"biases corrected" if corrected else "no bias corrected"}{closest}'
     )
     LOGGER.debug(f'divergence of the {outputs}: {compared or "not measured"}')

@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 import torch.nn as nn
+from torch.autograd.function import FunctionCtx
 
 from models.quantize.calibration.divergence import divergence_of_sides, split_map
 from models.quantize.network import head_of, removed_after
@@ -46,13 +47,13 @@ class _SquaredError(torch.autograd.Function):
     """Sum of (student - teacher)² of each image, FP32 [B]; the difference stays in the student's precision."""
 
     @staticmethod
-    def forward(ctx: Any, student: torch.Tensor, teacher: torch.Tensor) -> torch.Tensor:
+    def forward(ctx: FunctionCtx, student: torch.Tensor, teacher: torch.Tensor) -> torch.Tensor:
         difference = student.float() - teacher.float()
         ctx.save_for_backward(difference.to(student.dtype))
         return _energy(difference)
 
     @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
+    def backward(ctx: FunctionCtx, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
         (difference,) = ctx.saved_tensors
         gradient = (2 * gradient).view(-1, *[1] * (difference.dim() - 1))
         return (difference.float() * gradient).to(difference.dtype), None
@@ -228,7 +229,7 @@ class TrainingStep:
         self.at_fault = torch.zeros((), dtype=torch.bool, device=self.device)  # once set, all later steps are skipped
         self.learning: Any = None  # names of the parameters that the loss reaches, known after the first step
         # Loss, terms of the layers, norms of the gradients: from the last step, or from the first step at fault
-        self.seen: Any = None
+        self.noted: Any = None
 
     def set_rate(self, share: float) -> None:
         """Set the learning rate of the next steps to this share of the highest, 0..1."""
@@ -398,10 +399,10 @@ class TrainingStep:
             self.loss_scale.mul_(torch.where(bad_gradient, 0.5, torch.where(grow, 2.0, 1.0)))
             self.good_steps.add_(1).mul_(~(bad_gradient | grow))
         values = torch.cat((loss[None], terms, norms))
-        if self.seen is None:
+        if self.noted is None:
             self.learning = [n for n, p in self.parameters.items() if p.grad is not None]
-            self.seen = torch.zeros_like(values)
-        self.seen.copy_(torch.where(self.at_fault, self.seen, values))
+            self.noted = torch.zeros_like(values)
+        self.noted.copy_(torch.where(self.at_fault, self.noted, values))
         self.at_fault |= fault
         return self.at_fault | bad_gradient
 
@@ -409,7 +410,7 @@ class TrainingStep:
         """Wait for the device; raise NotFinite, which names the first layer or parameter, if a value was not finite."""
         if not self.at_fault.item():
             return
-        finite, names = self.seen.isfinite().tolist(), [*layers_of(self.student)]
+        finite, names = self.noted.isfinite().tolist(), [*layers_of(self.student)]
         places = [
             *(f'from layer {names[layer]} on' for layer in self.layers),
             *['on the boxes'] * bool(self.box_bins),

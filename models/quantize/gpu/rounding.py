@@ -8,11 +8,11 @@ the SiLU and the range from it. The outputs are equal to PyTorch's.
 # mypy: allow-untyped-defs, allow-incomplete-defs
 # The arguments of a kernel are values of Triton's own language
 from functools import lru_cache
-from typing import Any
 
 import torch
 import triton
 import triton.language as tl
+from torch.autograd.function import FunctionCtx
 
 BLOCK = 4096  # values per program
 LARGEST = 2**31 - BLOCK  # values of a tensor: indices are INT32
@@ -128,14 +128,14 @@ class _Rounded(torch.autograd.Function):
     """Round `x`; the gradient passes where x is inside the range."""
 
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, scale: float, zero_point: int, rows: Rows) -> torch.Tensor:
+    def forward(ctx: FunctionCtx, x: torch.Tensor, scale: float, zero_point: int, rows: Rows) -> torch.Tensor:
         y, bits = _round(x, scale, zero_point, rows, keep=True)
         ctx.save_for_backward(bits)
         ctx.strides = rows[2]
         return y
 
     @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
+    def backward(ctx: FunctionCtx, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
         (bits,) = ctx.saved_tensors
         gradient = _laid_out(gradient, ctx.strides)
         result = torch.empty_like(gradient)
@@ -148,14 +148,14 @@ class _RoundedSiLU(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, before: torch.Tensor, after: torch.Tensor, scale: float, zero_point: int, rows: Rows
+        ctx: FunctionCtx, before: torch.Tensor, after: torch.Tensor, scale: float, zero_point: int, rows: Rows
     ) -> torch.Tensor:
         ctx.save_for_backward(before)
         ctx.range, ctx.strides = (_inverse(scale), *_ends(zero_point)), rows[2]
         return _round(after, scale, zero_point, rows, keep=False)[0]
 
     @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None, None, None]:
+    def backward(ctx: FunctionCtx, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None, None, None]:
         (before,) = ctx.saved_tensors
         gradient = _laid_out(gradient, ctx.strides)
         result = torch.empty_like(gradient)

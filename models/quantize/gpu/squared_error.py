@@ -6,11 +6,11 @@ and only the difference is written, which the backward pass needs.
 
 # mypy: allow-untyped-defs, allow-incomplete-defs
 # The arguments of a kernel are values of Triton's own language
-from typing import Any
 
 import torch
 import triton
 import triton.language as tl
+from torch.autograd.function import FunctionCtx
 
 BLOCK, LOOPS = 4096, 16  # values of a step of a program, and its steps
 
@@ -43,7 +43,7 @@ def _scaled_kernel(difference, factors, result, number, BLOCK: tl.constexpr):
 
 class _SquaredError(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, student: torch.Tensor, teacher: torch.Tensor) -> torch.Tensor:
+    def forward(ctx: FunctionCtx, student: torch.Tensor, teacher: torch.Tensor) -> torch.Tensor:
         images, number = len(student), student[0].numel()
         parts = triton.cdiv(number, BLOCK * LOOPS)
         difference = torch.empty_like(student)
@@ -53,7 +53,7 @@ class _SquaredError(torch.autograd.Function):
         return sums.sum(1)
 
     @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
+    def backward(ctx: FunctionCtx, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
         (difference,) = ctx.saved_tensors
         result, number = torch.empty_like(difference), difference[0].numel()
         factors = gradient[:, 0].contiguous()

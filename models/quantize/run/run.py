@@ -1,4 +1,4 @@
-"""A run of `quantize`: what it works on, its state, and its files.
+"""A run of `quantize`: what it works on, which `sensitive` shares, its state, and its files.
 
 Every file but the log is complete at any moment. All processes of a torchrun call the same methods; only the first writes.
 """
@@ -7,10 +7,11 @@ import os
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.nn as nn
 from torch.utils.data import DataLoader
 
@@ -18,15 +19,18 @@ from models.quantize.activations import chosen_activations
 from models.quantize.checkpoint import CheckpointFile, save_model
 from models.quantize.kept import Kept, kept_of
 from models.quantize.network import require_known_head
-from models.quantize.run.inputs import Inputs
-from utils.qat.config.qat import LEARNT
-from utils.qat.core.distributed import from_first, is_first, on_first
+from models.quantize.plan import resolve
+from utils.qat.backends.pytorch import TorchModel
+from utils.qat.config.qat import LEARNT, CalibrationConfig, QuantizeConfig
+from utils.qat.config.tasks import Task
+from utils.qat.core.distributed import from_first, is_first, join, on_first, rank, world_size
 from utils.qat.core.errors import QatError
 from utils.qat.core.files import TEMPORARY, atomic, write_torch
-from utils.qat.core.log import LOGGER
-from utils.qat.core.machine import describe, machine, versions
+from utils.qat.core.log import LOGGER, quiet_upstream
+from utils.qat.core.machine import describe, machine, select_device, versions
 from utils.qat.core.run_folder import DELIVERED
-from utils.qat.data.dataset import MILD, VARIED, load_hyp
+from utils.qat.data.dataset import MILD, VARIED, is_numbered, load_hyp
+from utils.qat.data.loaders import Images, Loaders, TrainingImages
 from utils.qat.evaluation.detection_scores import require_annotations
 from utils.qat.evaluation.metrics import Metrics
 from utils.qat.run.report import write_report
@@ -36,15 +40,45 @@ UNSCORED = 'weights/.unscored.pt'  # a model before its name is known
 
 
 @dataclass
+class Inputs:
+    """A float model, its data, and the resolved settings."""
+
+    config: Any  # CalibrationConfig
+    device: torch.device
+    model: nn.Module  # float, fused, on `device`
+    sha256: str  # of the file of `model`, hex digits
+    task: Task
+    images: Loaders
+
+
+def open_inputs(config: CalibrationConfig) -> Inputs:
+    """Load the float model and check its data."""
+    device = select_device(config.device)
+    join(device)
+    with quiet_upstream():
+        file = CheckpointFile(config.weights)
+        model = TorchModel(file.load_float(device))
+    config = config.for_model(model)
+    data = model.task.load_data(config.data, model, names_from=config.names_from)
+    if config.names_from == 'data' or is_numbered(model.names):
+        model.model.names = data.names
+    config = resolve(config, model.model, device.type, data)
+    if isinstance(config, QuantizeConfig):
+        data = replace(data, val_split=config.val_split)
+    images = Loaders(data, config, model.stride, device, (rank(), world_size()))
+    return Inputs(config, device, model.model, file.sha256, model.task, images)
+
+
+@dataclass
 class Run(Inputs):
     """A run of `quantize` in `folder`, PROJECT/NAME; `start` opens the folder and makes the state, or reads it to go on."""
 
     scored: dict[str, DataLoader]  # 'val', and 'held out' if images are held out
     float_blocks: Kept = Kept([])
     float_functions: Kept = Kept([])  # activation functions that are not exchanged
-    calibration: Any = None  # Images; None in a run that goes on after the calibration
-    adaptation: Any = None  # TrainingImages; None if no activation function has to be learnt
-    training: Any = None  # TrainingImages; None without fine-tuning
+    calibration: Images | None = None  # None in a run that goes on after the calibration
+    adaptation: TrainingImages | None = None  # None if no activation function has to be learnt
+    training: TrainingImages | None = None  # None without fine-tuning
     folder: Path = field(init=False)
     state: State = field(init=False)
 
@@ -150,10 +184,14 @@ class Run(Inputs):
         on_first(write_report)(self.folder, self.state, self.task, finished)
 
     def copy(self, file: str, *copies: str) -> None:
-        """Copy a file in the folder."""
+        """Give a file in the folder further names, or copy it where the disk has no hard links."""
         for copy in copies if is_first() else ():
             with atomic(self.folder / copy) as tmp:
-                shutil.copyfile(self.folder / file, tmp)
+                tmp.unlink(missing_ok=True)  # of a killed process
+                try:
+                    os.link(self.folder / file, tmp)
+                except OSError:
+                    shutil.copyfile(self.folder / file, tmp)
 
     def finish(self) -> None:
         """Write the last report, and delete the state."""

@@ -33,16 +33,16 @@ class ComparedModel(TorchModel):
     def __init__(self, model: nn.Module, reference: nn.Module) -> None:
         super().__init__(model, context=RoundedOnce(model))
         self.reference = reference.eval()
-        self.seen = 0  # images that were compared
+        self.compared = 0  # images that were compared
         self.sums = torch.zeros(len(self.task.parts), 2, dtype=torch.float64, device=self.device)
         self.apart = torch.zeros(3, dtype=torch.float64, device=self.device)  # agreeing images, divergence, images
 
     def __call__(self, images: torch.Tensor) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
         """Predict as a TorchModel does, and add up the energies. `images`: FP32 [B, 3, H, W] in 0..1."""
         output = self.outputs(images)
-        if self.seen >= COMPARED and self.task.boxes:
+        if self.compared >= COMPARED and self.task.boxes:
             return self.task.predictions(output)
-        self.seen += len(images)
+        self.compared += len(images)
         wanted = self.reference(channels_last(images))
         self.sums += energies(HeadOutputs.of(output), HeadOutputs.of(wanted), self.nc)
         if not self.task.boxes:

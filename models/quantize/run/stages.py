@@ -11,27 +11,29 @@ from typing import Any
 
 import torch.nn as nn
 
-from models.quantize.activations import chosen_activations, exchanged, exchanges, finished, restored
+from models.quantize.activations import chosen_activations, exchanged, exchanges, finish_exchange, restore
 from models.quantize.adapt import adapt
 from models.quantize.calibration.ptq import calibrated
 from models.quantize.finetuning.loop import Epoch, UnfitState, finetune
 from models.quantize.kept import Kept, within_budget
 from models.quantize.plan import adaptation, fine_tuning
+from models.quantize.run.duration import announce
 from models.quantize.run.run import UNSCORED, Run
 from models.quantize.run.scorer import points_lost_by, score, score_float
 from utils.qat.core.log import LOGGER, bar
 from utils.qat.core.run_folder import DELIVERED
-from utils.qat.data.loaders import TrainingImages
+from utils.qat.data.loaders import Images, TrainingImages
 from utils.qat.run.state import ADAPTED, BEST, EPOCH, PTQ, Stage, unfit_state
 
 
 def run_stages(run: Run) -> None:
     """Do what is left of a run, and write its last report."""
     state = run.state
+    announce(run)
     if run.calibration and not state.ptq:
         if (run.config.eval_origin or run.config.max_drop is not None) and not state.origin:
             state.origin = score_float(run, state.chosen_on)
-        calibrate(run, adapted(run) if run.config.exchanges else run.model)
+        calibrate(run, adapted(run) if run.config.exchanges else run.model, run.calibration)
     run.calibration = run.adaptation = None  # ends the processes that load their images
     if run.training:
         fine_tune(run, run.training)
@@ -59,14 +61,14 @@ def adapted(run: Run) -> nn.Module:
     student = exchanged(run.model, config.activation, chosen_activations(run.model, config))
 
     def attempt(tried: Kept) -> tuple[float, Any]:
-        trial = finished(restored(deepcopy(student), tried.paths))
+        trial = finish_exchange(restore(deepcopy(student), tried.paths))
         return points_lost_by(run, trial, config.max_drop, tried is run.float_functions), None
 
     if not state.training:
         if kept.summary and config.max_drop is not None:
             kept, _ = within_budget(kept, config.max_drop, attempt)
         state.kept_activations = kept.paths
-    student = restored(student, state.kept_activations)
+    student = restore(student, state.kept_activations)
     LOGGER.info(f'{len(exchanges(student))} activation functions become {config.activation}')
     loss = None
     if run.adaptation:
@@ -78,27 +80,27 @@ def adapted(run: Run) -> nn.Module:
             state.times[f'{config.activation} {EPOCH.format(epoch.number)}'] = round(epoch.seconds, 2)
             LOGGER.info(f'{what} {epoch.number}: loss {loss:.4f}')
             run.report()
-    stage = keep_model(run, finished(student).eval(), f'float_{config.activation}', ADAPTED, config.eval_ptq)
+    stage = keep_model(run, finish_exchange(student).eval(), f'float_{config.activation}', ADAPTED, config.eval_ptq)
     stage.loss, state.adapted, state.training = loss, stage, None
     run.keep()
     return run.load(stage.file)
 
 
-def calibrate(run: Run, reference: nn.Module) -> None:
-    """Run PTQ: calibrate a quantized copy of a float model, save and score it.
+def calibrate(run: Run, reference: nn.Module, images: Images) -> None:
+    """Run PTQ: calibrate a quantized copy of a float model on images, save and score it.
 
     More blocks than run.float_blocks stay in float if config.max_drop sets a budget for them.
     """
     config, kept, state, start = run.config, run.float_blocks, run.state, time.perf_counter()
 
     def attempt(tried: Kept) -> tuple[float, tuple[nn.Module, dict[str, Any]]]:
-        model, found = calibrated(reference, run.calibration, config, bar, tried.paths)
+        model, found = calibrated(reference, images, config, bar, tried.paths)
         return points_lost_by(run, model, config.max_drop, tried is run.float_blocks), (model, found)
 
     if kept.summary and config.max_drop is not None:
         kept, (model, state.calibration) = within_budget(kept, config.max_drop, attempt)
     else:
-        model, state.calibration = calibrated(reference, run.calibration, config, bar, kept.paths)
+        model, state.calibration = calibrated(reference, images, config, bar, kept.paths)
     state.kept_float = kept.paths
     state.times['calibrate'] = round(time.perf_counter() - start, 2)
     LOGGER.info(f'calibration took {state.times["calibrate"]:.1f} s')

@@ -54,7 +54,7 @@ class Detections:
     def __len__(self) -> int:
         return len(self.rows)
 
-    def __getitem__(self, which: Any) -> Detections:
+    def __getitem__(self, which: slice | torch.Tensor) -> Detections:
         return Detections(self.rows[which], self.masks[which] if self.masks else None)
 
 

@@ -5,8 +5,6 @@ A segmentation model returns two: predictions [B, 4 + nc + nm, N], whose last nm
 [B, nm, H / 4, W / 4]. Files with NMS inside return detections instead: a list of Detections, one for each image.
 """
 
-from __future__ import annotations
-
 import ast
 import math
 from collections.abc import Sequence
@@ -74,7 +72,7 @@ class FileModel:
         conf_thres: score up to which the NMS inside drops boxes; None without NMS inside, or if unknown.
         kind: how the task was recognized, in words.
         target: the engine that the file was made for.
-        ours: whether the metadata of the export name a task: then images are prepared as in `qat.py eval`.
+        by_toolkit: whether the metadata of the export name a task: then images are prepared as in `qat.py eval`.
         quantized_for: None; see pytorch.TorchModel.
     """
 
@@ -109,7 +107,10 @@ class FileModel:
         self.stride, names = stride_and_names(path, signature.metadata)
         masks = MASKS in outputs or dimensions == [3, 4]
         self.task = load_task('classify' if dimensions == [2] else 'segment' if masks else 'detect')
-        self.ours, self.kind = signature.metadata.get('task') == self.task.name, f'its outputs are {", ".join(outputs)}'
+        self.by_toolkit, self.kind = (
+            signature.metadata.get('task') == self.task.name,
+            f'its outputs are {", ".join(outputs)}',
+        )
         self.target = TARGETS.get(signature.metadata.get('target', ''), TARGETS[DEFAULT_TARGET])
         self.normalizes = 'normalizes' in signature.metadata and not self.task.boxes
         self.conf_thres = _threshold(signature.metadata.get('conf_thres')) if self.end2end else None

@@ -1,7 +1,5 @@
 """PyTorch: models of checkpoints, float or quantized."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -56,13 +54,13 @@ class TorchModel:
         task: see config.tasks.
         kind: how the task was recognized, in words.
         target: the engine that it was quantized for.
-        ours: whether images are prepared as in `qat.py eval`; see file_model.FileModel.
+        by_toolkit: whether images are prepared as in `qat.py eval`; see file_model.FileModel.
         recipe: settings of the quantization; None for a float model.
         quantized_for: height and width of the images that it was quantized for, in pixels; None for a float model.
         imgsz, end2end, conf_thres, notes: as for a file that takes any size and has no NMS inside, see file_model.FileModel.
     """
 
-    ours = True
+    by_toolkit = True
     imgsz = conf_thres = None
     end2end = False
     notes = ()

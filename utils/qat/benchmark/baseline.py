@@ -1,7 +1,7 @@
 """Compare the rows of a benchmark: each with its baseline, another row, and INT8 with the fastest float precision."""
 
 from collections.abc import Iterator, Sequence
-from itertools import groupby
+from itertools import groupby, product
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -76,8 +76,9 @@ def with_changes(results: Sequence[dict[str, Any]], wanted: str | None = None) -
 
 
 class Gain(NamedTuple):
-    """INT8 against the fastest float precision of the same backend, at one image size and batch."""
+    """An INT8 file against the fastest float precision of the same backend, at one image size and batch."""
 
+    file: str  # '' if there is one INT8 file only
     backend: str
     image: str  # '' if all results have one size
     batch: int
@@ -90,28 +91,37 @@ class Gain(NamedTuple):
 
 
 def int8_gains(results: Sequence[dict[str, Any]]) -> Iterator[Gain]:
-    """Compare INT8 with the fastest float precision: for each backend, image size and batch that has both."""
+    """Compare each INT8 file with the fastest float precision, in each backend and image size, at each batch that has both."""
 
     def place(result: dict[str, Any]) -> tuple[str, list[int], int]:
         return result['backend'], list(result['imgsz'] or ()), result['batch']
 
     several = len({tuple(r['imgsz'] or ()) for r in results}) > 1
+    files = dict.fromkeys(r['model'] for r in results if is_int8(r))
     for (backend, imgsz, batch), found in groupby(sorted(results, key=place), place):
         rows = sorted(found, key=lambda r: r['latency']['median'])
         floats = [r for r in rows if r['precision'] in FLOATS]
-        int8 = [r for r in rows if r['precision'] == 'int8' and r['types'] != SIMULATED]
-        if floats and int8:
-            times = floats[0]['latency']['median'] / int8[0]['latency']['median']
-            image = ' x '.join(map(str, imgsz)) if several else ''
-            yield Gain(backend, image, batch, floats[0]['precision'].upper(), times)
+        image = ' x '.join(map(str, imgsz)) if several else ''
+        for fastest, row in product(floats[:1], filter(is_int8, rows)):
+            times = fastest['latency']['median'] / row['latency']['median']
+            name = row['model'] if len(files) > 1 else ''
+            yield Gain(name, backend, image, batch, fastest['precision'].upper(), times)
+
+
+def is_int8(result: dict[str, Any]) -> bool:
+    """Tell whether a row computed in INT8, and did not simulate it."""
+    return result['precision'] == 'int8' and result['types'] != SIMULATED
 
 
 def speed_conclusions(results: Sequence[dict[str, Any]]) -> list[str]:
-    """Sum up rows with short names in a sentence for each backend with INT8, and one about the fastest files."""
-    said = []
-    for (backend, image), gains in groupby(int8_gains(results), lambda gain: (gain.backend, gain.image)):
-        where = f'{backend}, {image} pixels' if image else backend
-        said.append(f'In {where}, INT8 against the fastest float precision: {", ".join(map(str, gains))}.')
+    """Sum up rows with short names in a sentence for each INT8 file in each backend, and one about the fastest files."""
+    said: list[str] = []
+    gains_of: dict[str, list[str]] = {}
+    for gain in int8_gains(results):
+        where = f'{gain.backend}, {gain.image} pixels' if gain.image else gain.backend
+        gains_of.setdefault(f'In {where}, {gain.file or "INT8"} against', []).append(str(gain))
+    for what, gains in gains_of.items():
+        said.append(f'{what} the fastest float precision: {", ".join(gains)}.')
 
     def named(result: dict[str, Any]) -> str:
         return f'at batch {result["batch"]}: {result["model"]} in {result["backend"]}, {result["types"]}'

@@ -16,6 +16,7 @@ from utils.qat.config.settings import Sides
 from utils.qat.config.tables import CHECKPOINTS, MEASURABLE
 from utils.qat.core.errors import QatError, naming
 from utils.qat.core.files import require_file
+from utils.qat.core.log import LOGGER
 from utils.qat.graph.onnx_file import load
 from utils.qat.graph.onnx_graph import QDQ, Graph, count_qdq, is_half, metadata_value, required_inputs
 from utils.qat.vendors.load import backends_of, measured_by
@@ -36,15 +37,38 @@ def read_model_files(files: Sequence[Path], kind_of: Callable[[Path], str]) -> l
     for file in dict.fromkeys(files):
         require_file(file, 'MODEL', MEASURABLE)
         suffix = file.suffix.lower()
-        if suffix in CHECKPOINTS:
-            found.append(_checkpoint(file, kind_of(file)))
-        else:
-            found.append(_onnx(file) if suffix == '.onnx' else measured_by(backends_of(file)[0]).describe(file))
+        found.append(_checkpoint(file, kind_of(file)) if suffix in CHECKPOINTS else _exported(file))
     for model in found:
         if model.file.suffix.lower() == '.onnx':
             beside = [model.file.with_suffix(suffix) for suffix in CHECKPOINTS]
             _pair(model, next((file for file in beside if file.is_file()), beside[0]), files, kind_of)
     return found
+
+
+def _exported(file: Path) -> ModelFile:
+    """Describe an exported file."""
+    return _onnx(file) if file.suffix.lower() == '.onnx' else measured_by(backends_of(file)[0]).describe(file)
+
+
+def with_float_beside(files: Sequence[Path]) -> list[Path]:
+    """Add the float file in the folder of a single INT8 file, of its kind and with its inputs, if there is exactly one."""
+    own, found = files[0], []
+    require_file(own, 'MODEL', MEASURABLE)
+    if len(files) > 1 or own.suffix.lower() in CHECKPOINTS or (model := _exported(own)).precision != 'int8':
+        return list(files)
+    for file in sorted(own.parent.glob(f'*{own.suffix}')):
+        try:
+            other = _exported(file)
+        except QatError as e:
+            LOGGER.debug(f'not compared with {file}: {e}')
+            continue
+        if other.precision not in ('int8', '') and other.inputs == model.inputs:
+            found.append(file)
+    if len(found) == 1:
+        LOGGER.info(f'compared with the float file beside it: {found[0]}')
+    elif found:
+        LOGGER.info(f'float files beside {own}: {", ".join(f.name for f in found)}; give one of them too, to compare')
+    return [*found, own] if len(found) == 1 else [own]
 
 
 def sides(shape: Sequence[int | None]) -> Sides | None:

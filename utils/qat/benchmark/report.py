@@ -18,6 +18,7 @@ from utils.qat.benchmark.tables import csv_text, markdown_tables, precision_tabl
 from utils.qat.core.files import write_json, write_picture, write_text
 from utils.qat.core.machine import machine_table
 from utils.qat.core.text import Markdown, escaped, image, literal
+from utils.qat.evaluation.score_tables import PALE
 from utils.qat.vendors.vendor import SIMULATED
 
 WIDE_RANGE = 20  # ratio of largest to smallest value from which an axis is logarithmic
@@ -60,7 +61,7 @@ def plot_latency(path: Path, results: Sequence[dict[str, Any]]) -> None:
         for place, r in enumerate(panel):
             whole, model, tone = r['latency'], r['compute']['median'], colour[label(r)]
             axes.barh(place, model, color=tone, height=0.7)
-            axes.barh(place, max(0, whole['median'] - model), left=model, color=tone, alpha=0.35, height=0.7)
+            axes.barh(place, max(0, whole['median'] - model), left=model, color=tone, alpha=PALE, height=0.7)
             axes.plot((whole['min'], whole['p99']), (place, place), color='0.2', linewidth=1, marker='|', markersize=6)
             axes.text(
                 max(whole['p99'], whole['median']),
@@ -173,7 +174,7 @@ def markdown(report: dict[str, Any]) -> str:
     results, disturbed = report['results'], disturbance(report['results'])
     made, scored = notes(results), max((r['accuracy']['images'] for r in results if r['accuracy']), default=0)
     classes = any('top1' in r['accuracy'] for r in results if r['accuracy'])
-    seen = 'their middle in' if classes else 'letterboxed to'
+    prepared = 'their middle in' if classes else 'letterboxed to'
     parts = [
         '# Benchmark',
         f'{settings["duration"]:g} s each, after {settings["warmup"]:g} ms to warm up, the files of one batch and image size in turns. Times are medians in ms. What the figures mean and '
@@ -182,7 +183,11 @@ def markdown(report: dict[str, Any]) -> str:
         *markdown_tables(results),
         *(['## By precision', by_precision] if (by_precision := precision_table(results)) else []),
         *([escaped(f'Disturbed: {disturbed}.')] if disturbed else []),
-        *([f'Accuracy: {scored} images of {escaped(settings["data"])}, {seen} the size in the row.'] if scored else []),
+        *(
+            [f'Accuracy: {scored} images of {escaped(settings["data"])}, {prepared} the size in the row.']
+            if scored
+            else []
+        ),
         *(['\n'.join(f'- {line}' for line in made)] if made else []),
         *(['Left out:', '\n'.join(left_out)] if left_out else []),
         '## Machine',

@@ -1,5 +1,6 @@
 """Measurements of one batch and image size → their rows: the files are timed in turns.
 
+Then each model that was timed is scored: AP of a detector, top-1 and top-5 of a classifier.
 Load by other processes and a clock that falls with the temperature then meet all files alike, so that their figures can be compared.
 """
 
@@ -19,6 +20,7 @@ from utils.qat.config.tables import BACKENDS
 from utils.qat.core.errors import QatError
 from utils.qat.core.log import LOGGER, bar
 from utils.qat.core.text import pixels
+from utils.qat.evaluation.evaluate import evaluate
 from utils.qat.vendors.load import measured_by
 from utils.qat.vendors.measured import Conditions, Inputs, Measured, Measurement, fixed_batch
 
@@ -102,7 +104,7 @@ class Running:
             **figures,
             'images_per_s': figures['qps'] * self.measurement.batch,
             'usage': {**self.memory, **usage.during(self.turns), 'turns': self.turns} if self.memory else None,
-            'accuracy': None,  # see accuracy.score; set after all measurements
+            'accuracy': None,  # see `score`; set after all measurements
         }
 
 
@@ -175,3 +177,40 @@ def free_memory() -> None:
     """Free the memory of closed files on the device, before that of the next ones is measured."""
     gc.collect()
     torch.cuda.empty_cache()
+
+
+def score(done: Sequence[tuple[Measurement, Row]], conditions: Conditions, leave_out: Callable[[str], None]) -> None:
+    """Set the 'accuracy' of rows, once for all batches of a model. leave_out: gets the reason why a model has none."""
+    scores: dict[tuple[Any, ...], dict[str, Any] | None] = {}
+    for measurement, row in done:
+        scored = measurement.file, measurement.backend, measurement.precision, row['imgsz']
+        if scored not in scores:
+            try:
+                scores[scored] = accuracy_of(measurement, row['imgsz'], conditions)
+            except QatError as e:
+                scores[scored] = None
+                leave_out(f'accuracy of {measurement.file}: {e}')
+        row['accuracy'] = scores[scored]
+
+
+def accuracy_of(measurement: Measurement, imgsz: tuple[int, ...] | None, conditions: Conditions) -> dict[str, Any]:
+    """Score a model as it was measured, at height and width `imgsz`; its engine must exist.
+
+    Returns:
+        'images', their number, and 'ap', 'ap50', 'precision', 'recall' (with masks also 'mask': the same of masks), or 'top1'
+        and 'top5' of a classifier, in 0..1.
+
+    Raises:
+        QatError: the model cannot be scored.
+    """
+    if not imgsz:
+        raise QatError('it takes no images')
+    kind = measured_by(measurement.backend)
+    with kind(measurement, kind.file_to_run(measurement, conditions), conditions) as measured:
+        model = measured.predicting()
+        data = model.task.labelled(conditions.config, model, (imgsz[0], imgsz[1]))
+        metrics = evaluate(model, data.loader, data.names, conditions.device, progress=lambda it: bar(it, 'scoring'))
+    found = metrics.to_json()
+    keys = [key for key in ('images', *metrics.columns) if key in found]
+    masks = {'mask': {k: metrics.mask[k] for k in metrics.columns}} if metrics.mask else {}
+    return {**{k: found[k] for k in keys}, **masks}

@@ -6,7 +6,7 @@ MB or the words 'open' and 'fixed'.
 
 import csv
 import io
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -44,14 +44,16 @@ BATCH = Column('batch', 'batch')
 BATCH_AXIS = Column('batch axis', 'batch_axis')
 LATENCY = Column('latency (ms)', 'latency.median', '{:.4g}')
 IMAGES_PER_S = Column('images/s', 'images_per_s', '{:.1f}')
-SPEED_UP = Column('speed-up', 'change.latency_speed_up', '{:.2f}')
-ITS_SPEED_UP = Column('its speed-up', 'change.images_per_s_speed_up', '{:.2f}')
+SPREAD = Column('min to p90', 'spread')
+LATENCY_SPEED_UP = Column('latency speed-up', 'change.latency_speed_up', '{:.2f}')
+RATE_SPEED_UP = Column('images/s speed-up', 'change.images_per_s_speed_up', '{:.2f}')
 AP, TOP1 = Column('AP', 'accuracy.ap', '{:.4f}'), Column('top-1', 'accuracy.top1', '{:.4f}')
 SPEED_TABLE = [  # only a GPU has parts of the latency: on a CPU it is the model alone
     *SERIES,
     BATCH,
     BATCH_AXIS,
     LATENCY,
+    SPREAD,
     *[Column(key, f'latency.{key}', '{:.4g}') for key in ('mean', 'p99', 'max')],
     *[Column(f'{title} (ms)', f'{part}.median', '{:.4g}') for part, title in PARTS.items()],
     Column('qps', 'qps', '{:.1f}'),
@@ -61,16 +63,24 @@ SPEED_TABLE = [  # only a GPU has parts of the latency: on a CPU it is the model
     Column('utilisation (%)', 'usage.percent', '{:.0f}'),
     Column('clock (MHz)', 'usage.clock_mhz', '{:.0f}'),
 ]
-SHORT_TABLE = [*SERIES, BATCH, LATENCY, SPEED_UP, IMAGES_PER_S, ITS_SPEED_UP, AP, TOP1]  # of the terminal
+SHORT_TABLE = [  # of the terminal
+    *SERIES,
+    BATCH,
+    LATENCY,
+    SPREAD,
+    LATENCY_SPEED_UP,
+    IMAGES_PER_S,
+    AP,
+    TOP1,
+]
 BASELINE_TABLE = [
     *SERIES,
     BATCH,
     LATENCY,
-    Column('latency change', 'change.latency_percent', '{:+.1f} %'),
-    SPEED_UP,
+    SPREAD,
+    LATENCY_SPEED_UP,
     IMAGES_PER_S,
-    Column('throughput change', 'change.images_per_s_percent', '{:+.1f} %'),
-    ITS_SPEED_UP,
+    RATE_SPEED_UP,
     AP,
     Column('difference (points)', 'change.points.ap', '{:+.2f}'),
     TOP1,
@@ -103,9 +113,9 @@ CSV = [
     Column('baseline backend', 'against.backend'),
     Column('baseline precision', 'against.types'),
     Column('latency change (%)', 'against.latency_percent'),
-    Column('latency speed-up', 'against.latency_speed_up'),
+    Column(LATENCY_SPEED_UP.title, 'against.latency_speed_up'),
     Column('images/s change (%)', 'against.images_per_s_percent'),
-    Column('images/s speed-up', 'against.images_per_s_speed_up'),
+    Column(RATE_SPEED_UP.title, 'against.images_per_s_speed_up'),
     *[Column(title, f'accuracy.{key}') for key, title in ACCURACIES.items()],
     Column('images scored', 'accuracy.images'),
     Column('file (bytes)', 'size_bytes'),
@@ -148,6 +158,7 @@ def with_shown(row: Row) -> Row:
         'height': height,
         'width': width,
         'batch_axis': 'open' if row['open_batch'] else 'fixed',
+        'spread': '{min:.3g} to {p90:.3g}'.format(**row['latency']),
         'gpu_compute': row['compute'] if row['h2d'] else None,
         'change': None if itself else against,
         'baseline': 'itself' if itself else ', '.join(names),
@@ -196,29 +207,38 @@ def short_table(results: Sequence[Row]) -> str:
 def precision_table(results: Sequence[Row]) -> str:
     """Make a table with columns for the precisions and the speed-up of INT8 against the fastest float one; '' for one precision.
 
-    A row is an image size, backend and batch. Latency is that of the fastest file, and so are images/s. Simulated INT8 is left out.
+    A row is an image size, backend and batch, and an INT8 file if there are several. Latency is that of the fastest float file, and so
+    are images/s. Simulated INT8 is left out.
     """
     rows = [with_shown(r) for r in results if r['types'] != SIMULATED]
     precisions = [p for p in (*FLOATS, 'int8') if any(row['precision'] == p for row in rows)]
+    files = list(dict.fromkeys(row['model'] for row in rows if row['precision'] == 'int8'))
     lines = []
     for place in dict.fromkeys((row['image'], row['backend'], row['batch']) for row in rows):
-        cells: list[str] = []
-        for figure, best in ((LATENCY, min), (IMAGES_PER_S, max)):
-            found = {
-                p: best(figure.figure(r) for r in here)
-                for p in precisions
-                if (
-                    here := [r for r in rows if r['precision'] == p and place == (r['image'], r['backend'], r['batch'])]
-                )
-            }
-            floats = [figures for p, figures in found.items() if p != 'int8']
-            gain = best(floats) / found['int8'] if floats and 'int8' in found else None
-            cells += [figure.form.format(found[p]) if p in found else '-' for p in precisions]
-            cells.append('-' if gain is None else f'{gain if best is min else 1 / gain:.2f}')
-        lines.append([*place, *cells])
+        there = [row for row in rows if (row['image'], row['backend'], row['batch']) == place]
+        own = dict.fromkeys(row['model'] for row in there if row['precision'] == 'int8')
+        for file in own or ['-']:
+            compared = [row for row in there if row['precision'] != 'int8' or row['model'] == file]
+            cells = [*_by_precision(LATENCY, min, precisions, compared)]
+            cells += _by_precision(IMAGES_PER_S, max, precisions, compared)
+            lines.append([*place, *[file] * (len(files) > 1), *cells])
     names = [p.upper() for p in precisions]
-    titles = *(f'{name} (ms)' for name in names), 'speed-up', *(f'{name} (images/s)' for name in names), 'speed-up'
-    return markdown_table(('image', 'backend', 'batch', *titles), lines) if len(precisions) > 1 else ''
+    latency, rate = [f'{name} (ms)' for name in names], [f'{name} (images/s)' for name in names]
+    titles = *latency, LATENCY_SPEED_UP.title, *rate, RATE_SPEED_UP.title
+    header = 'image', 'backend', 'batch', *['INT8 file'] * (len(files) > 1), *titles
+    return markdown_table(header, lines) if len(precisions) > 1 else ''
+
+
+def _by_precision(
+    column: Column, best: Callable[..., float], precisions: Sequence[str], rows: Sequence[Row]
+) -> Iterator[str]:
+    """Yield the best figure of each precision, and the speed-up of INT8 against the best float one; '-' for what is missing."""
+    found = {p: best(column.figure(r) for r in rows if r['precision'] == p) for p in {r['precision'] for r in rows}}
+    for precision in precisions:
+        yield column.form.format(found[precision]) if precision in found else '-'
+    floats = [figure for precision, figure in found.items() if precision != 'int8']
+    gain = best(floats) / found['int8'] if floats and 'int8' in found else None
+    yield '-' if gain is None else f'{gain if best is min else 1 / gain:.2f}'
 
 
 def markdown_tables(results: Sequence[Row]) -> list[str]:

@@ -16,9 +16,9 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from utils.qat.core.errors import QatError
+from utils.qat.core.errors import QatError, reporting
 from utils.qat.core.log import LOGGER
-from utils.qat.core.machine import clock_scales, nvml_of, usable_cores
+from utils.qat.core.machine import NVML_FAILS, clock_scales, nvml_of, usable_cores
 
 PERIOD = 0.1  # seconds between samples
 MIB = 1 << 20
@@ -51,19 +51,15 @@ def gpu_probe(device: torch.device) -> Probe:
         memory = nvml.nvmlDeviceGetMemoryInfo(handle).used / MIB
         return memory, nvml.nvmlDeviceGetUtilizationRates(handle).gpu, clock(), None
 
-    try:
+    with reporting(NVML_FAILS, nvml.NVMLError):
         read()
-    except nvml.NVMLError as e:
-        raise QatError(f'NVML says: {e}') from e
     return read
 
 
 def cpu_probe() -> Probe:
     """Make the probe of this process. Raises QatError if psutil is missing."""
-    try:
+    with reporting('no package psutil', ImportError, remedy='./install_dependencies.sh'):
         psutil = importlib.import_module('psutil')
-    except ImportError as e:
-        raise QatError('no package psutil (./install_dependencies.sh)') from e
     process, cores, scales = psutil.Process(), usable_cores(), clock_scales()
     whole = cores == psutil.cpu_count()
 

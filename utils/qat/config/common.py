@@ -1,6 +1,6 @@
 """Settings that several commands have."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -11,16 +11,23 @@ from utils.qat.core.files import in_tree
 
 SEED = Range(0, 2**32 - 1)
 SHARE = Range(0.0, 1.0)
+SIZE = '--img', '--img-size'  # other flags of --imgsz
 TOLERANCE = Range(0)
 OR_ALL = Range(0, words='be 1 or more, or 0 for all')  # numbers of images
-SIZE = '--img', '--img-size'  # other flags of --imgsz
 DEVICE = "GPU number, or 'cpu'; default: the first GPU, else the CPU"
 ENGINE_BACKEND = 'tensorrt'  # runs and builds engines by default
+SQUARE = (640, 640)
 scores = partial(option, group='scores')
 classifiers = partial(option, group='classifiers')
 segmentation = partial(option, group='segmentation models')
-OTHER_WORDS = 'if class names of data and model are other words for the same classes: whose count; default: refuse'
+OTHER_WORDS = 'whose class names count if those of data and model are other words for the same classes; default: refuse'
 names_from = partial(option, None, OTHER_WORDS, allowed=('data', 'checkpoint'))
+
+
+def image_sides(untyped: str = '', default: Sides | None = None, flags: Sequence[str] = SIZE) -> Any:
+    """Make the option of height and width of the images. untyped: what they are by default, in words."""
+    text = 'height and width in pixels, or one number for both' + f'; default: {untyped}' * bool(untyped)
+    return option(default, text, *flags, allowed=Range(32))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,7 +73,7 @@ class LoaderConfig(Settings):
 
     device: str = run('', DEVICE)
     batch_size: int = run(10, 'images per batch, of each process', allowed=Range(1))
-    imgsz: Sides = option((640, 640), 'height and width in pixels, or one number for both', *SIZE, allowed=Range(32))
+    imgsz: Sides = image_sides(default=SQUARE)
     workers: int = run(8, 'data loading processes, of each process', allowed=Range(0))
     overlap: bool = segmentation(
         False,

@@ -12,9 +12,11 @@ from utils.qat.config.common import (
     SEED,
     SHARE,
     SIZE,
+    SQUARE,
     TOLERANCE,
     FolderConfig,
     LabelledConfig,
+    image_sides,
     scores,
 )
 from utils.qat.config.settings import Range, Settings, Sides, option, run
@@ -90,12 +92,12 @@ class BuildConfig(Settings):
     )
     batch: tuple[int, ...] | None = option(  # smallest, fastest, largest
         None,
-        'for a file with an open batch: MIN,OPT,MAX (smallest, fastest, largest) or one number. Default 1',
+        'MIN,OPT,MAX (smallest, fastest, largest) or one number, of a file with an open batch; default: 1',
         parse=min_opt_max,
     )
     precision: str = option(
         'auto',
-        'auto: INT8 with FP16 if the file has Q/DQ, else FP16; TensorRT 11 computes in the types of the file',
+        'types of the layers. auto: INT8 with FP16 if the file has Q/DQ, else FP16; TensorRT 11 computes in the types of the file',
         allowed=PRECISIONS,
     )
     workspace: int = option(WORKSPACE, 'memory for kernels', metavar='MIB', allowed=MEMORY)
@@ -105,15 +107,15 @@ class BuildConfig(Settings):
         None, "TensorRT's optimization level, 0 (fast build) to 5 (fast engine)", allowed=Range(0, 5)
     )
     backend: str = option(ENGINE_BACKEND, 'TensorRT, or TensorRT-RTX, which builds without a GPU', allowed=ENGINES)
-    trtexec: bool = option(True, 'use the Python package even if trtexec is found')
+    trtexec: bool = option(True, 'use trtexec where it is found')
     tune_build_routes: str | None = option(
         None,
-        "trtexec 11.1 and later: keep the fastest engine of these build routes, such as --tune-build-routes='-copy_ppg=[on|off]'",
+        "keep the fastest engine of these build routes (trtexec 11.1), such as --tune-build-routes='-copy_ppg=[on|off]'",
         metavar='ROUTES',
     )
     accuracy_threshold: float | None = option(
         None,
-        "with it: largest cosine distance from ONNX Runtime's outputs, such as 0.01",
+        "with --tune-build-routes, largest cosine distance from ONNX Runtime's outputs, such as 0.01",
         allowed=Range(0),
     )
 
@@ -133,6 +135,34 @@ class BuildConfig(Settings):
 
 
 @dataclass(frozen=True)
+class AuditConfig(Settings):
+    """Settings of `scripts/audit_onnx.py`."""
+
+    model: Path = option(MISSING, 'exported graph', metavar='MODEL.onnx', positional=True)
+    json: Path | None = option(None, 'write the whole audit to FILE', metavar='FILE')
+    openvino: bool = option(
+        False,
+        'compile the file in OpenVINO as well: layers that run in INT8 here, layers that do not and why, and their time',
+    )
+    strict: bool = option(False, 'exit with 1 if there is any finding')
+
+
+@dataclass(frozen=True)
+class DrawConfig(Settings):
+    """Settings of `scripts/draw_engine.py`."""
+
+    layer: Path = option(
+        MISSING,
+        'layer information of an engine built with --profilingVerbosity=detailed: trtexec --exportLayerInfo=L.json',
+        metavar='L.json',
+    )
+    profile: Path | None = option(None, 'times of the layers: trtexec --exportProfile=P.json', metavar='P.json')
+    output: Path | None = option(
+        None, 'write PREFIX.csv, .dot, .svg and .png; default: L; in a folder: FOLDER/L', metavar='PREFIX'
+    )
+
+
+@dataclass(frozen=True)
 class BenchmarkConfig(LabelledConfig, FolderConfig):
     """Settings of `benchmark_trt.py`."""
 
@@ -144,7 +174,7 @@ class BenchmarkConfig(LabelledConfig, FolderConfig):
     )
     batch: tuple[int, ...] | None = measurement(  # see model_files.ModelFile
         None,
-        'images per query, such as 1,4,8,12; each is measured. Default: those of the file, or these four if it takes any',
+        'images per query, such as 1,8; each is measured; default: those of the file, or 1,4,8,12 if it takes any',
         parse=batch_sizes,
     )
     precision: tuple[str, ...] | None = measurement(
@@ -155,7 +185,7 @@ class BenchmarkConfig(LabelledConfig, FolderConfig):
     )
     imgsz: tuple[str, ...] | None = measurement(  # see `sizes`
         None,
-        'for a .pt and a file with open height and width: sizes in pixels, such as 320,640,480x640',
+        'sizes in pixels of a .pt or a file with open height and width, such as 320,640,480x640',
         *SIZE,
     )
     duration: float = measurement(
@@ -175,9 +205,7 @@ class BenchmarkConfig(LabelledConfig, FolderConfig):
     )
     _: KW_ONLY
     device: str = run('', DEVICE)
-    cuda_graph: bool = measurement(
-        True, 'launch the kernels of an engine one by one'
-    )  # trtexec 11 replays a graph as well
+    cuda_graph: bool = measurement(True, 'replay the kernels of an engine as a CUDA graph')  # as trtexec 11 does
     workspace: int = measurement(WORKSPACE, 'MiB for the kernels of an engine that is built', allowed=MEMORY)
     jobs: int | None = measurement(*JOBS, metavar='N', allowed=Range(1))
     baseline: str | None = measurement(
@@ -225,12 +253,7 @@ class CompareConfig(LabelledConfig, FolderConfig):
     random: int | None = option(None, 'use N images of noise instead of --data', metavar='N', allowed=Range(1))
     _: KW_ONLY
     images: int = 100
-    imgsz: Sides | None = option(
-        None,
-        'height and width in pixels, or one number for both; default: that of the files, or 640',
-        *SIZE,
-        allowed=Range(32),
-    )
+    imgsz: Sides | None = image_sides('that of the files, or 640')
     device: str = run('', DEVICE)
     rtol: float = comparison(1e-3, 'relative tolerance, as in numpy.isclose', allowed=TOLERANCE)
     atol: float = comparison(1e-3, 'absolute tolerance; for boxes in pixels', allowed=TOLERANCE)
@@ -267,7 +290,7 @@ class VerifyConfig(FolderConfig):
     weights: Path = option(MISSING, 'INT8 checkpoint of qat.py quantize')
     float_weights: Path = option(MISSING, 'the float checkpoint that it was made of, with one branch', '--float')
     data: Path = option(MISSING, 'data YAML')
-    imgsz: Sides = option((640, 640), 'height and width in pixels, or one number for both', *SIZE, allowed=Range(32))
+    imgsz: Sides = image_sides(default=SQUARE)
     _: KW_ONLY
     segment: Path | None = option(None, 'INT8 checkpoint of a segmentation model; without it those rows are skipped')
     segment_data: Path | None = option(None, 'its data YAML')
@@ -299,18 +322,17 @@ class VerifyConfig(FolderConfig):
 class InferConfig(FolderConfig):
     """Settings of `scripts/infer_onnx.py`."""
 
-    model: Path = option(MISSING, 'checkpoint (.pt) or exported file', metavar='MODEL', positional=True)
+    models: tuple[Path, ...] = option(
+        MISSING, 'one or more checkpoints (.pt) or exported files', metavar='MODEL', positional=True
+    )
     images: Path = option(
         MISSING, 'an image, or a folder: all images in it and in its folders', metavar='IMAGE|FOLDER', positional=True
     )
     _: KW_ONLY
-    save: bool = option(False, 'draw the detections into copies of the images, in PROJECT/NAME')
-    imgsz: Sides | None = option(
-        None,
-        'height and width in pixels, or one number for both; default: that of the file or of the quantization, else 640',
-        *SIZE,
-        allowed=Range(32),
+    save: bool = option(
+        False, 'draw the detections into copies of the images, in PROJECT/NAME; of several models in a folder each'
     )
+    imgsz: Sides | None = image_sides('that of the file or of the quantization, else 640')
     conf_thres: float = scores(0.25, 'lowest score; a file with NMS inside has one of its own besides', allowed=SHARE)
     iou_thres: float = scores(0.45, 'IoU above which NMS drops a box; not of a file with NMS inside', allowed=SHARE)
     backend: str | None = option(

@@ -6,11 +6,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from utils.qat.config.common import OR_ALL, SHARE, SIZE, names_from
+from utils.qat.config.common import OR_ALL, SHARE, image_sides, names_from
 from utils.qat.config.deploy import MEMORY, WORKSPACE
 from utils.qat.config.settings import Range, Settings, Sides, flag_of, option, run
 from utils.qat.config.tables import FORMATS, NMS, formats_with
-from utils.qat.core.errors import check
+from utils.qat.core.errors import refuse
 from utils.qat.core.files import in_tree
 
 PLUGIN = 'EfficientNMS_TRT'  # NMS that only TensorRT has
@@ -127,12 +127,8 @@ class ExportConfig(OnnxConfig):
     )
     include: tuple[str, ...] = option(('onnx',), 'files to write', allowed=tuple(FORMATS))
     project: Path | None = option(None, 'folder of the files; default: that of the weights')
-    imgsz: Sides = option(  # None until the model is known
-        None,
-        'height and width in pixels, or one number for both; default: that of the quantization, of a float checkpoint 640, of a classifier 224',
-        *SIZE,
-        allowed=Range(32),
-    )
+    # None until the model is known
+    imgsz: Sides = image_sides('that of the quantization, of a float checkpoint 640, of a classifier 224')
     _: KW_ONLY
     batch_size: int = option(1, 'images per run of a graph with a fixed batch', allowed=Range(1))
     inplace: bool = option(False, "set the head's inplace flag, as upstream's export does")
@@ -143,7 +139,7 @@ class ExportConfig(OnnxConfig):
     device: str = run('cpu', "'cpu' or a GPU number, for tracing and of an aoti package")
     verify: Path | None = verifying(
         None,
-        'compare the file with PyTorch on the val: images; exit code 1 above a limit',
+        'compare the file with PyTorch on the images of val; exit code 1 above a limit',
         metavar='DATA.yaml',
         parse=in_tree,
     )
@@ -161,7 +157,7 @@ class ExportConfig(OnnxConfig):
     )
     nms: str = inside(
         'standard',
-        f'standard: operators of ONNX, which run everywhere. plugin: {PLUGIN}, for TensorRT alone',
+        f'operators of the NMS. standard: those of ONNX, which run everywhere. plugin: {PLUGIN}, for TensorRT alone',
         allowed=tuple(NMS_LIMITS),
     )
     topk_all: int = inside(Nms.topk_all, 'detections per image, at most')
@@ -170,7 +166,7 @@ class ExportConfig(OnnxConfig):
     class_agnostic: bool = inside(Nms.class_agnostic, 'boxes of different classes drop each other too')
     mask_resolution: int = masks_inside(
         Pooling.mask_resolution,
-        'R: a mask has R x R values over its box',
+        'values of a mask along each side of its box',
         allowed=Range(1, 1024),
     )
     pooler_scale: float = masks_inside(
@@ -184,18 +180,16 @@ class ExportConfig(OnnxConfig):
 
     formats: tuple[str, ...] = by_torch_tensorrt(
         ('ep', 'engine'),
-        'ep: exported program. ts: TorchScript, for C++. engine: the engine alone',
+        'files to write. ep: exported program. ts: TorchScript, for C++. engine: the engine alone',
         allowed=tuple(TORCH_TENSORRT_FILES),
     )
     dtype: str = by_torch_tensorrt('fp16', 'types outside of Q/DQ', allowed=('fp16', 'fp32'))
     workspace: int = by_torch_tensorrt(WORKSPACE, 'memory for kernels', metavar='MIB', allowed=MEMORY)
-    require_full_compilation: bool = by_torch_tensorrt(  # of ep and ts; an engine is always whole
-        True, 'let PyTorch run what TensorRT does not take (ep, ts)'
-    )
+    require_full_compilation: bool = by_torch_tensorrt(True, 'require that TensorRT runs every part (ep, ts)')
 
     layout: str = for_edge(
         'coral',
-        'coral: boxes and scores. heads: both of each stride, as .tflite and .onnx',
+        'outputs of the file. coral: boxes and scores. heads: both of each stride, as .tflite and .onnx',
         allowed=('coral', 'heads'),
     )
     sigmoid: bool = for_edge(False, 'scores instead of logits (--layout heads)')
@@ -230,7 +224,7 @@ class ExportConfig(OnnxConfig):
             QatError: an option does not apply to such a model.
         """
         kind, given = self.nms, self.given(f.name for f in fields(Pooling))
-        check(
+        refuse(
             [
                 (
                     masks and kind == 'plugin',
@@ -268,12 +262,7 @@ class DeepStreamConfig(OnnxConfig):
     """Settings of `export_yoloV9.py`."""
 
     weights: Path = option(MISSING, 'checkpoint (.pt); auxiliary branches are left out', '-w')
-    size: Sides = option(  # None until the model is known
-        None,
-        'height and width in pixels, or one number for both; default: that of the quantization, else 640',
-        '-s',
-        allowed=Range(32),
-    )
+    size: Sides = image_sides('that of the quantization, else 640', flags=['-s'])  # None until the model is known
     _: KW_ONLY
     batch: int = option(1, 'images per run of a graph with a fixed batch', allowed=Range(1))
     project: Path | None = option(None, 'folder of the files; default: that of the weights')
@@ -288,15 +277,5 @@ class DeepStreamConfig(OnnxConfig):
 
     def export(self) -> ExportConfig:
         """Convert to the settings of `export_qat.py`."""
-        return ExportConfig(
-            self.weights,
-            imgsz=self.size,
-            batch_size=self.batch,
-            dynamic=self.dynamic,
-            simplify=self.simplify,
-            trt=self.trt,
-            no_pad=self.no_pad,
-            opset=self.opset,
-            overwrite=self.overwrite,
-            project=self.project,
-        )
+        shared = {f.name: getattr(self, f.name) for f in fields(OnnxConfig)}
+        return ExportConfig(self.weights, imgsz=self.size, batch_size=self.batch, project=self.project, **shared)

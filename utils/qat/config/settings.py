@@ -12,8 +12,8 @@ from pathlib import Path
 from types import NoneType, UnionType
 from typing import Any, ClassVar, TypeVar, get_args, get_origin
 
-from utils.qat.core.command import Parser, typed_sides
-from utils.qat.core.errors import QatError, check
+from utils.qat.core.command import Parser, sides_words
+from utils.qat.core.errors import QatError, refuse
 from utils.qat.core.text import Markdown, code, escaped, markdown_table
 
 Sides = tuple[int, int]  # height, width in pixels; one number stands for both
@@ -46,7 +46,7 @@ class Range:
 class Option:
     """The command-line option of a setting, and its allowed values; see `option`."""
 
-    help: str  # text of -h, to which the default is appended unless it is there. Empty = it cannot be typed
+    help: str  # of a switch what it does when it is true; see `help_of`. Empty = it cannot be typed
     flags: tuple[str, ...]  # other flags, such as '-w'
     allowed: Range | tuple | None = None  # Range of a number, or choices; of several values, each one is checked
     metavar: str | None = None
@@ -74,7 +74,7 @@ def option_of(kind: type, name: str) -> Option | None:
     return next((f.metadata['option'] for f in found if f and f.metadata), None)
 
 
-def flag_of(name: str, value: Any = None) -> str:
+def flag_of(name: str, value: object = None) -> str:
     """Return the flag of a setting: --NAME, or --no-NAME for the value False. A field for_ is --for, a word of Python."""
     return f'--{"no-" * (value is False)}{name.rstrip("_").replace("_", "-")}'
 
@@ -92,7 +92,7 @@ def is_sides(field: Field[Any]) -> bool:
     return field.type in (Sides, Sides | None)
 
 
-def plain(value: Any) -> Any:
+def plain(value: object) -> Any:
     """Return a setting as JSON has it: a path as text, several values as a list."""
     return str(value) if isinstance(value, Path) else list(value) if isinstance(value, (list, tuple)) else value
 
@@ -103,7 +103,7 @@ def require_multiples(imgsz: Sides, stride: int, flag: str = '--imgsz') -> None:
     above = [max(1, -(-side // stride)) * stride for side in imgsz]
     if below == above == list(imgsz):
         return
-    given, *near = (' '.join(map(str, typed_sides(sides))) for sides in (imgsz, below, above))
+    given, *near = (' '.join(map(str, sides_words(sides))) for sides in (imgsz, below, above))
     raise QatError(
         f'{flag} {given}: must be multiples of {stride}, the stride of the model, such as {" or ".join(dict.fromkeys(near))}'
     )
@@ -123,7 +123,7 @@ def image_size(asked: Sides | None, *models: Any, flag: str = '--imgsz') -> Side
         )
     for (height, width), model in own.items():
         if asked not in (None, (height, width)):
-            typed = ' '.join(map(str, typed_sides(asked)))
+            typed = ' '.join(map(str, sides_words(asked)))
             raise QatError(
                 f'{flag} {typed}: {model.path} takes {height} x {width}; leave the flag out, or export again with {flag} {typed}'
             )
@@ -149,7 +149,7 @@ class Settings:
             if is_sides(f) and value and len(value) == 1:
                 value = value * 2
             object.__setattr__(self, f.name, value)
-        check([*(p for f in fields(self) for p in _not_allowed(self, f)), *self.problems()])
+        refuse([*(p for f in fields(self) for p in _not_allowed(self, f)), *self.problems()])
 
     def problems(self) -> Iterable[tuple[Any, str]]:
         """Yield (whether it is wrong, message) for combinations of settings."""
@@ -181,15 +181,15 @@ def _not_allowed(settings: Settings, field: Field[Any]) -> Iterator[tuple[Any, s
 T = TypeVar('T', bound=Settings)
 
 
-def read(kind: type[T], argv: Sequence[str] | None, description: str, epilog: str | None = None) -> T:
-    """Parse a command line into settings of the class `kind`. argv: None = the words of this process."""
-    (settings,) = read_each(kind, argv, description, epilog)
+def read(kind: type[T], argv: Sequence[str] | None, description: str, **options: object) -> T:
+    """Parse a command line into settings of the class `kind`. argv: None = the words of this process. options: of Parser."""
+    (settings,) = read_each(kind, argv, description, **options)
     return settings
 
 
-def read_each(kind: type[T], argv: Sequence[str] | None, description: str, epilog: str | None = None) -> list[T]:
-    """Parse a command line into settings, see `settings_of`. argv: None = the words of this process."""
-    parser = Parser(description=description, epilog=epilog, add_help=False)
+def read_each(kind: type[T], argv: Sequence[str] | None, description: str, **options: Any) -> list[T]:
+    """Parse a command line into settings, see `settings_of`, as `read` does."""
+    parser = Parser(description=description, add_help=False, **options)
     add_options(parser, kind)
     return settings_of(kind, vars(parser.parse_args(argv)))
 
@@ -256,11 +256,15 @@ def _how(field: Field, option: Option) -> dict[str, Any]:
 
 
 def help_of(field: Field, option: Option) -> str:
-    """Return the help text, and append the default unless the text has it."""
+    """Return the help text of the flag; the default is appended unless the text has it."""
     default = field.default
+    if (
+        default is True and not option.negatable
+    ):  # its flag is --no-NAME, and the text says what it does when it is true
+        return f'do not {option.help}'
     if 'default' in option.help.lower() or isinstance(default, bool) or default in (MISSING, None, '', ()):
         return option.help
-    words = typed_sides(default) if field.type == Sides else default if isinstance(default, tuple) else [default]
+    words = sides_words(default) if field.type == Sides else default if isinstance(default, tuple) else [default]
     return f'{option.help}; default: {" ".join(map(str, words))}'
 
 
@@ -275,7 +279,7 @@ def unlike_defaults(settings: Mapping[str, Any], kind: type[Settings]) -> dict[s
     return {name: pair for name, pair in pairs.items() if pair[0] != pair[1] and name not in unnamed}
 
 
-def typed_words(settings: Mapping[str, Any], kind: type[Settings]) -> list[str]:
+def command_words(settings: Mapping[str, Any], kind: type[Settings]) -> list[str]:
     """Return the command-line words for these settings; see `unlike_defaults`."""
     words = []
     for name, (value, _) in unlike_defaults(settings, kind).items():
@@ -288,12 +292,12 @@ def typed_words(settings: Mapping[str, Any], kind: type[Settings]) -> list[str]:
     return words
 
 
-def typed(value: Any, kind: type[Settings], name: str) -> list[str]:
+def typed(value: object, kind: type[Settings], name: str) -> list[str]:
     """Return a plain setting as command-line words."""
     if not isinstance(value, list):
         return [str(value)]
     sides = next(is_sides(f) for f in fields(kind) if f.name == name)
-    return list(map(str, typed_sides(value) if sides else value))
+    return list(map(str, sides_words(value) if sides else value))
 
 
 def closing(

@@ -1,7 +1,5 @@
 """The tables of vendors, and of their targets, formats and backends."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from importlib import import_module
 from pathlib import Path
@@ -42,7 +40,7 @@ def formats_with(options: tuple[str, ...]) -> str:
     return ' or '.join(name for name, kind in FORMATS.items() if kind.options == options)
 
 
-def load_target(name: Any) -> Target:
+def load_target(name: object) -> Target:
     """Return a target. Raises QatError if `name`, which may come from a file, is no key of TARGETS."""
     if not isinstance(name, str) or name not in TARGETS:
         raise QatError(f'its target is {str(name)[:50]!r}, not {", ".join(TARGETS)}; quantize or export the model anew')

@@ -114,7 +114,7 @@ class Task(ABC):
         """Make the scorer, which collects matches and computes the metrics; with COCO's `categories` it collects rows too."""
 
     @abstractmethod
-    def found_in(self, outputs: Any, shape: tuple[int, ...], *settings: Any) -> Any:
+    def postprocess(self, outputs: Any, shape: tuple[int, ...], *settings: Any) -> Any:
         """Convert outputs of a model, see file_model.py, to the input of the scorer.
 
         `shape` is height and width of the images, in pixels; `settings` are conf_thres, iou_thres and max_det of

@@ -1,7 +1,5 @@
 """A command from its arguments to its exit status and the next command: 0 done, 2 a user's mistake, 130 interrupted."""
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import errno
@@ -38,7 +36,7 @@ class _Speak(argparse.Action):
         super().__init__(option_strings, argparse.SUPPRESS, nargs=0, default=argparse.SUPPRESS, help=help)
         self.level = level
 
-    def __call__(self, *_: Any) -> None:
+    def __call__(self, *_: object) -> None:
         TERMINAL.setLevel(self.level)
 
 
@@ -219,10 +217,10 @@ def converted(weights: Path) -> Path:
 def export_command(checkpoint: Path, imgsz: Iterable[int], include: str = 'onnx') -> str:
     """Make the command that exports a quantized checkpoint."""
     own = ['--dynamic', '--simplify'] if include == 'onnx' else []
-    return command('export_qat.py', '--weights', checkpoint, '--include', include, *own, '--imgsz', *typed_sides(imgsz))
+    return command('export_qat.py', '--weights', checkpoint, '--include', include, *own, '--imgsz', *sides_words(imgsz))
 
 
-def typed_sides(imgsz: Iterable[int]) -> list[int]:
+def sides_words(imgsz: Iterable[int]) -> list[int]:
     """Return height and width as they are typed: one number if they are equal."""
     sides = list(imgsz)
     return sides[:1] if len(set(sides)) == 1 else sides

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Iterator
 from itertools import chain, zip_longest
 from typing import TYPE_CHECKING, Any
 
-from utils.qat.core.errors import QatError, one_line
+from utils.qat.core.errors import QatError, reporting
 
 if TYPE_CHECKING:
     import torch
@@ -70,10 +70,8 @@ def join(device: torch.device) -> None:
     import torch.distributed as dist
 
     if launched() and not dist.is_initialized():
-        try:
+        with reporting('the processes of torchrun do not find each other', RuntimeError, ValueError, remedy=WITHOUT):
             dist.init_process_group('cpu:gloo,cuda:nccl' if device.type == 'cuda' else 'gloo', timeout=TIMEOUT)
-        except (RuntimeError, ValueError) as e:
-            raise QatError(f'the processes of torchrun do not find each other ({one_line(e)}); {WITHOUT}') from e
 
 
 def leave() -> None:
@@ -89,13 +87,10 @@ def _of_all() -> Iterator[None]:
     """Convert an error of an exchange on the host to a QatError: another process has died or does not answer."""
     import torch
 
-    try:
-        with torch.inference_mode(False):  # PyTorch 2.4 cannot receive in it
-            yield
-    except RuntimeError as e:  # gloo has no class for it
-        raise QatError(
-            f'another process of torchrun failed, see what it said, or was silent for {TIMEOUT} ({one_line(e)})'
-        ) from e
+    failed = f'another process of torchrun failed, see what it said, or was silent for {TIMEOUT}'
+    # gloo has no class for its errors; PyTorch 2.4 cannot receive in inference mode
+    with reporting(failed, RuntimeError), torch.inference_mode(False):
+        yield
 
 
 def from_first(thing: Any = None) -> Any:

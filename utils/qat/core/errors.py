@@ -6,8 +6,6 @@ and OpenCV have exception classes for some of these errors; the words of the mes
 exception is a bug of ours or of a library, and keeps its traceback.
 """
 
-from __future__ import annotations
-
 import contextlib
 import errno
 import os
@@ -39,6 +37,7 @@ UNPATCHED = (
     'scripts/get_yolov9.sh ../yolov9 && ./patch_yolov9.sh ../yolov9 && cd ../yolov9'
 )
 INSTALL = f"install what the commands need, in the toolkit's folder: PYTHON={shlex.quote(sys.executable)} ./install_dependencies.sh"
+PLACES = '--project, --save, for temporary files TMPDIR'
 OPEN_FILES = 'too many open files; allow more with: ulimit -n 4096, or use fewer --workers'
 
 
@@ -66,7 +65,20 @@ def one_line(text: object, most: int = 200) -> str:
     return ' '.join(str(text).split())[:most]
 
 
-def check(problems: Iterable[tuple[Any, str]]) -> None:
+@contextlib.contextmanager
+def reporting(problem: str, *errors: type[BaseException], remedy: str = '', most: int = 200) -> Iterator[None]:
+    """Raise errors of a library in the block as a QatError: the problem, what the library says on one line, and the remedy."""
+    try:
+        yield
+    except errors as e:
+        kind = type(e).__name__
+        said = (
+            f'{kind}: {one_line(e, most)}' if Exception in errors else one_line(e, most) or kind
+        )  # of any kind: which one
+        raise QatError(f'{problem} ({said})' + f'; {remedy}' * bool(remedy)) from e
+
+
+def refuse(problems: Iterable[tuple[Any, str]]) -> None:
     """Raise one QatError with the messages of all problems found. problems: pairs (whether it is one, its message)."""
     bad = [text for is_bad, text in problems if is_bad]
     if bad:
@@ -95,15 +107,17 @@ def _of_file(number: int, reason: str | None, name: str | bytes) -> str:
         folder = next(p for p in file.absolute().parents if p.is_dir())
         return (
             f'{file}: {reason}, {shutil.disk_usage(folder).free / 1e6:.1f} MB are free in {folder}; make room, or choose another '
-            'folder (--project, --save)'
+            f'folder ({PLACES})'
         )
     if number == errno.EFBIG:
-        return f'{file}: {reason}, for ulimit -f or for the file system; allow more, or choose another folder (--project, --save)'
+        return (
+            f'{file}: {reason}, for ulimit -f or for the file system; allow more, or choose another folder ({PLACES})'
+        )
     if number == errno.ENOENT:
         return f'{file}: {reason}; it or its folder was moved or deleted meanwhile, put it back and repeat the command'
     if number in (errno.EMFILE, errno.ENFILE):
         return OPEN_FILES
-    return f'{file}: {reason}; choose another folder (--project, --save)'
+    return f'{file}: {reason}; choose another folder ({PLACES})'
 
 
 def _shared_memory() -> str:

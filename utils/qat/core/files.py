@@ -99,10 +99,15 @@ def require_own(path: Path, text: str) -> None:
         raise QatError(f'{path}: is there already, and was not made of this model; move it away, or use another folder')
 
 
+def is_ours(file: Path) -> bool:
+    """Tell whether `file`, or its sidecar, holds MADE_BY."""
+    return any(_holds(each, MADE_BY.encode()) for each in (file, file.with_name(f'{file.name}.json')))
+
+
 def require_ours(files: Iterable[Path], way_out: str) -> None:
-    """Raise QatError for the first of `files` that is there and holds no MADE_BY, nor does its sidecar. way_out: what to do, for the message."""
+    """Raise QatError for the first of `files` that is there and is not ours. way_out: what to do, for the message."""
     for file in filter(os.path.lexists, files):
-        if not any(_holds(each, MADE_BY.encode()) for each in (file, file.with_name(f'{file.name}.json'))):
+        if not is_ours(file):
             raise QatError(f'{file}: is there already, and this tool did not make it; {way_out}')
 
 
@@ -120,7 +125,7 @@ def write_text(path: str | Path, text: str) -> None:
         tmp.write_text(text, encoding='utf-8', errors='backslashreplace')
 
 
-def write_json(path: str | Path, content: Any) -> None:
+def write_json(path: str | Path, content: object) -> None:
     """Write `content` as JSON, complete at any moment; values of other types, such as Path, become text."""
     write_text(path, json.dumps(content, indent=2, default=str) + '\n')
 

@@ -145,7 +145,7 @@ def alive(text: str, seconds: float = 60.0) -> Iterator[None]:
         ended.set()
 
 
-def unshown(iterable: Iterable, *_: Any, **__: Any) -> Iterable:
+def unshown(iterable: Iterable, *_: object, **__: object) -> Iterable:
     """Return an iterable without a progress bar, in place of `bar`."""
     return iterable
 

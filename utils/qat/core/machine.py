@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from utils.qat.core.distributed import rank, world_size
-from utils.qat.core.errors import QatError
+from utils.qat.core.errors import QatError, reporting
 from utils.qat.core.text import escaped, markdown_table
 
 if TYPE_CHECKING:
@@ -40,6 +40,7 @@ INSTRUCTIONS = {  # name → flag of Linux
     'I8MM': 'i8mm',
     'SVE': 'sve',
 }
+NVML_FAILS = "NVIDIA's NVML fails"
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # of glibc's malloc.h
 PACKAGES = ('torch', 'torchvision', 'numpy', 'pytorch-quantization')
 ENGINES = ('torch', 'onnxruntime', 'onnxruntime-gpu', 'openvino', 'tensorrt', 'tensorrt_rtx')
@@ -191,16 +192,12 @@ def nvml_of(device: torch.device) -> tuple[Any, Any]:
     """Find a CUDA device in NVML: the module pynvml, initialized, and its handle of the device."""
     import torch
 
-    try:
+    with reporting('no package nvidia-ml-py', ImportError, remedy='pip install nvidia-ml-py'):
         nvml = importlib.import_module('pynvml')
-    except ImportError as e:
-        raise QatError('no package nvidia-ml-py (pip install nvidia-ml-py)') from e
-    try:
+    with reporting(NVML_FAILS, nvml.NVMLError):
         nvml.nvmlInit()
         # by UUID: NVML counts all GPUs, PyTorch only those of CUDA_VISIBLE_DEVICES
         return nvml, nvml.nvmlDeviceGetHandleByUUID(f'GPU-{torch.cuda.get_device_properties(device).uuid}'.encode())
-    except nvml.NVMLError as e:
-        raise QatError(f'NVML says: {e}') from e
 
 
 def usable_cores() -> int:

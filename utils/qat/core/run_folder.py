@@ -1,7 +1,5 @@
 """The folder of a run: each run gets a new one, and only one process writes to it."""
 
-from __future__ import annotations
-
 import contextlib
 import errno
 import fcntl
@@ -26,7 +24,7 @@ REPORTS = ('report.json', 'metrics.json', 'compare.json', 'benchmark.json', 'sum
 REPORT_KEYS = {'settings', 'versions'}
 CONTENT = re.compile(rb'(\d{1,10}) ([\w.-]{1,255})\n', re.ASCII)  # of LOCK
 OURS = 'weights', 'log.txt'  # a run opens these by name, and a link would lead out of its folder
-DELIVERED = 'weights/best.pt'  # a copy of the best model so far, under the same name in every run
+DELIVERED = 'weights/best.pt'  # another name of the best model so far, under the same name in every run
 
 
 @contextlib.contextmanager

@@ -1,12 +1,9 @@
 """Text that is safe to print, and Markdown: tables, links, code blocks and pictures of reports."""
 
-from __future__ import annotations
-
 import re
 import unicodedata
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any
 from urllib.parse import quote
 
 JOINERS = '\u200c\u200d'  # between letters of Persian and Hindi, and in emoji
@@ -40,6 +37,14 @@ def cut(text: str) -> str:
     return text if len(text) <= LONGEST else f'{text[: LONGEST * 3 // 4]} … {text[-LONGEST // 4 :]}'
 
 
+def in_words(seconds: float) -> str:
+    """Format a time as a person says it."""
+    for limit, unit, name in ((100, 1, 's'), (6000, 60, 'min')):
+        if seconds < limit:
+            return f'{max(seconds / unit, 1):.0f} {name}'
+    return f'{seconds / 3600:.1f} h'
+
+
 class Markdown(str):
     """Text that is Markdown already: as a cell of a table it is not escaped."""
 
@@ -71,7 +76,7 @@ def width(text: str) -> int:
     return sum(0 if unicodedata.combining(c) else 1 + (unicodedata.east_asian_width(c) in 'WF') for c in text)
 
 
-def markdown_table(header: Sequence[Any], rows: Iterable[Sequence[Any]], right: bool = True) -> str:
+def markdown_table(header: Sequence[object], rows: Iterable[Sequence[object]], right: bool = True) -> str:
     """Make a Markdown table whose columns align as plain text too; cells that are not Markdown are escaped."""
     cells = [
         [cell if isinstance(cell, Markdown) else escaped(' '.join(str(cell).split())) for cell in row]
@@ -86,6 +91,11 @@ def markdown_table(header: Sequence[Any], rows: Iterable[Sequence[Any]], right: 
 
     rule = '|' + '|'.join('-' * (w + 1) + ('-' if i < left else ':') for i, w in enumerate(widths)) + '|'
     return '\n'.join([line(cells[0]), rule, *map(line, cells[1:])])
+
+
+def number(value: float | None, form: str = '.4f') -> str:
+    """Format a number for a table; '-' for None."""
+    return '-' if value is None else format(value, form)
 
 
 def listed(title: str, lines: Sequence[str], limit: int | None) -> list[str]:

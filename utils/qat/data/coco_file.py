@@ -1,12 +1,10 @@
 """A JSON file in COCO's format: images, objects and categories."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 from typing import Any
 
-from utils.qat.core.errors import QatError, one_line
+from utils.qat.core.errors import QatError, reporting
 from utils.qat.untrusted.json_schema import INDEX, POSITIVE, anything, between, items, read_json
 
 ID = int, str
@@ -20,7 +18,7 @@ def _is_polygon(value: Any) -> bool:
     return items(PIXELS, 6)(value) and len(value) % 2 == 0
 
 
-def _is_packed(value: Any) -> bool:
+def _is_packed(value: object) -> bool:
     return type(value) is str and bool(PACKED.fullmatch(value))
 
 
@@ -50,11 +48,9 @@ def read_coco(
         'annotations': {'image_id': ID, 'category_id': INDEX, 'bbox': items(PIXELS, 4, 4), **(thing or {})},
         'categories': {'id': INDEX, **(category or {})},
     }
-    kind = {key: [{**needs, str: anything}] for key, needs in parts.items()}
-    try:
-        content = read_json(file, {**kind, str: anything})
-    except ValueError as e:
-        raise QatError(f'{who}: no COCO JSON of objects ({one_line(e, 150)}); mend it, or fetch it again') from e
+    kind: dict[Any, Any] = {key: [{**needs, str: anything}] for key, needs in parts.items()}
+    with reporting(f'{who}: no COCO JSON of objects', ValueError, remedy='mend it, or fetch it again'):
+        content = read_json(file, kind | {str: anything})
     images, categories = ({entry['id'] for entry in content[key]} for key in ('images', 'categories'))
     if len(images) < len(content['images']) or len(categories) < len(content['categories']):
         raise QatError(f'{who}: two of its images, or two of its categories, have the same id; mend it')

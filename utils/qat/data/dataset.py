@@ -28,8 +28,8 @@ from utils.qat.config.common import LoaderConfig
 from utils.qat.config.settings import Sides
 from utils.qat.core.command import command
 from utils.qat.core.distributed import first_goes_ahead
-from utils.qat.core.errors import QatError, one_line
-from utils.qat.core.files import require_yaml, waits
+from utils.qat.core.errors import QatError, one_line, reporting
+from utils.qat.core.files import require_yaml, waits, write_text
 from utils.qat.core.log import LOGGER, quiet_upstream
 from utils.qat.core.text import is_printable
 from utils.qat.data.image_files import image_files
@@ -258,12 +258,12 @@ def open_dataset(
     cls = BoxDataset if masks is None else MaskDataset
     paths = getattr(data, key)
     files = [file for path in paths for file in image_files(Path(path), f'{data.flag} {data.file}: {key}')]
-    check_images(files, data.flag, data.file)
-    cache = check_cache(files, paths)
+    require_images(files, data.flag, data.file)
+    cache = require_own_cache(files, paths)
     # the first process writes the cache of the labels
     with first_goes_ahead(), quiet_upstream(), TemporaryDirectory() as scratch:
         listed = Path(scratch, 'images.txt')
-        listed.write_text('\n'.join(files))
+        write_text(listed, '\n'.join(files))
         listed.with_suffix('.cache').symlink_to(cache)
         try:
             dataset = cls(
@@ -277,17 +277,18 @@ def open_dataset(
                 **options,
             )
         except (AssertionError, ValueError) as e:  # upstream's errors for a set without one usable label or image
-            check_dropped(files, data)
+            require_readable(files, data)
             raise QatError(
-                f'{data.flag} {data.file}: {key}: none of its {len(files)} images can be used, the first is {min(files)} ({e})'
+                f'{data.flag} {data.file}: {key}: none of its {len(files)} images can be used, the first is {min(files)} '
+                f'({_fault(min(files))}); save them as PNG or JPEG of 8 bits'
             ) from e
     if len(set(config.imgsz)) > 1:
         dataset.sides = config.imgsz
     dropped = sorted(set(files) - set(dataset.im_files))
     if labels:
-        check_dropped(dropped, data)
-        check_labels(dataset, data, bool(masks))
-    check_copies(dataset.im_files, dataset.npy_files, dataset.shapes)
+        require_readable(dropped, data)
+        require_valid_labels(dataset, data, bool(masks))
+    require_copies(dataset.im_files, dataset.npy_files, dataset.shapes)
     if dropped:
         LOGGER.warning(
             f'{key}: {len(dropped)} images{"" if labels else ", or their labels,"} cannot be read and are left out, the first is {dropped[0]}'
@@ -323,7 +324,7 @@ def _keep(dataset: LoadImagesAndLabels, wanted: Sequence[bool], config: LoaderCo
         dataset.batch_shapes = np.ceil(largest * max(config.imgsz) / dataset.stride + pad).astype(int) * dataset.stride
 
 
-def check_images(files: Iterable[str], flag: str, data: Path) -> None:
+def require_images(files: Iterable[str], flag: str, data: Path) -> None:
     """Raise QatError for an image whose name is not UTF-8 or has control characters, and for a pipe or a device.
 
     Upstream hashes the names as UTF-8, and repeats them in messages. Opening a pipe blocks for ever.
@@ -337,6 +338,16 @@ def check_images(files: Iterable[str], flag: str, data: Path) -> None:
             raise QatError(f'{flag} {data}: the name of the image {file} has control characters; rename it')
         if waits(file):
             raise QatError(f'image {file}: a pipe or a device, and no file; remove it')
+
+
+def _fault(file: str) -> str:
+    """Say why upstream, which reads an image by Pillow, cannot use `file`."""
+    try:
+        with Image.open(file) as image:
+            image.verify()
+            return f'{image.format} of {image.width} x {image.height}, and upstream takes {", ".join(IMG_FORMATS)} of at least 10 x 10'
+    except (OSError, SyntaxError, ValueError) as e:  # Pillow's errors for a damaged file
+        return one_line(e)
 
 
 def require_integers(file: str) -> None:
@@ -359,7 +370,7 @@ def unreadable(file: str, reason: object = '') -> QatError:
     return QatError(f'image {file}: cannot be read; mend or remove it' + f' ({said})' * bool(said))
 
 
-def check_copies(files: Sequence[str], copies: Sequence[Path], sizes: Sequence[Sequence[int]]) -> None:
+def require_copies(files: Sequence[str], copies: Sequence[Path], sizes: Sequence[Sequence[int]]) -> None:
     """Raise QatError unless upstream's copies of images are uint8 arrays of their sizes.
 
     Upstream reads such a copy, IMG.npy beside IMG.jpg, in place of the image, if it exists. `sizes` are the width and height
@@ -427,21 +438,17 @@ class _Arrays(Values):
     calls = ARRAYS
 
 
-def check_cache(files: Collection[str], paths: Sequence[str]) -> Path:
+def require_own_cache(files: Collection[str], paths: Sequence[str]) -> Path:
     """Return where the cache of labels is, or will be. Upstream unpickles it, which could run any code: one that is not its own is refused."""
     last = Path(paths[-1])
     # as upstream names it
     cache = (last if last.is_file() else Path(img2label_paths([min(files)])[0]).parent).with_suffix('.cache')
     if waits(cache):
         raise QatError(f'{cache}: a pipe or a device, where YOLOv9 keeps a cache of labels; remove it')
-    try:
-        with without_collector():
-            if cache.is_file():
-                _require_labels(cache.read_bytes())
-    except (Refused, ValueError, TypeError) as e:
-        raise QatError(
-            f'{cache}: no cache of labels as YOLOv9 writes it, so it was not loaded ({e or type(e).__name__}); delete it'
-        ) from e
+    problem = f'{cache}: no cache of labels as YOLOv9 writes it, so it was not loaded'
+    with reporting(problem, Refused, ValueError, TypeError, remedy='delete it'), without_collector():
+        if cache.is_file():
+            _require_labels(cache.read_bytes())
     return cache
 
 
@@ -470,7 +477,7 @@ def _require_labels(content: bytes) -> None:
     values.value(mapping)
 
 
-def check_dropped(files: Sequence[str], data: Any) -> None:
+def require_readable(files: Sequence[str], data: Any) -> None:
     """Raise QatError if upstream skips an image; name the label at fault, or else the image."""
     for label in map(Path, img2label_paths(files)):
         for number, line in enumerate(label.read_text(errors='replace').splitlines() if label.is_file() else (), 1):
@@ -486,7 +493,7 @@ def check_dropped(files: Sequence[str], data: Any) -> None:
                     f'coordinates in 0..1 (no keypoints of pose), not {line[:60]!r}'
                 )
             if not data.single:
-                _check_class(c, f'{label}:{number}', data)
+                _require_class(c, f'{label}:{number}', data)
 
 
 def require_labels(dataset: LoadImagesAndLabels, key: str, data: Any, use: str) -> None:
@@ -503,7 +510,7 @@ def require_labels(dataset: LoadImagesAndLabels, key: str, data: Any, use: str) 
     )
 
 
-def check_labels(dataset: LoadImagesAndLabels, data: Any, masks: bool) -> None:
+def require_valid_labels(dataset: LoadImagesAndLabels, data: Any, masks: bool) -> None:
     """Raise QatError for a label that upstream accepts although its class or its outline is wrong.
 
     Boxes with keypoints, and rotated ones, have the form of outlines, and are refused by name. For masks each object needs an outline: without, upstream would assign its image the masks of another, or none.
@@ -513,7 +520,7 @@ def check_labels(dataset: LoadImagesAndLabels, data: Any, masks: bool) -> None:
         raise QatError(f'{data.flag} {data.file}: its labels are {kind}, as in {where}, not read; {CONVERT}')
     for label, rows, outlines in zip(dataset.label_files, dataset.labels, dataset.segments):
         for c in rows[:, 0].tolist():
-            _check_class(c, label, data)
+            _require_class(c, label, data)
         if any(len(outline) < 3 for outline in outlines):  # upstream reads a box among outlines as two points
             raise QatError(
                 f'label {label}: has boxes and outlines, or an outline of less than three points; use one of the two in a file'
@@ -543,6 +550,6 @@ def _of_another_task(segments: Iterable[Sequence[np.ndarray]]) -> str:
     return 'of OBB, rotated boxes' if parallel.mean() > 0.9 and (side > EXACT).any() else ''
 
 
-def _check_class(c: float, where: str | Path, data: Any) -> None:
+def _require_class(c: float, where: str | Path, data: Any) -> None:
     if not (math.isfinite(c) and c == int(c) and 0 <= c < data.nc):
         raise QatError(f'label {where}: class {c:g}, but {data.file} has classes 0..{data.nc - 1}')

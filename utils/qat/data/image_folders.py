@@ -4,8 +4,6 @@ Images are prepared as in classify/val.py: the centre square, resized, RGB, norm
 No other file has this preparation.
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -22,7 +20,7 @@ from utils.dataloaders import IMG_FORMATS
 from utils.qat.config.common import LoaderConfig
 from utils.qat.core.errors import QatError
 from utils.qat.core.text import visible
-from utils.qat.data.dataset import check_images, held_out_files, unreadable
+from utils.qat.data.dataset import held_out_files, require_images, unreadable
 from utils.qat.untrusted.names import class_names
 
 MEAN, STD = tuple(IMAGENET_MEAN), tuple(IMAGENET_STD)  # of RGB in 0..1
@@ -78,8 +76,8 @@ def split_folders(folder: Path, flag: str = '--data') -> tuple[Path, Path, list[
             f'{flag} {folder}: no folder {"train" if val.is_dir() else "val or test"} in it; a classifier takes a folder with train/ '
             'and val/ (or test/), and in each of them a folder of images for each class'
         )
-    classes, seen = class_folders(train, flag), class_folders(val, flag)
-    missing, extra = sorted(set(classes) - set(seen)), sorted(set(seen) - set(classes))
+    classes, in_val = class_folders(train, flag), class_folders(val, flag)
+    missing, extra = sorted(set(classes) - set(in_val)), sorted(set(in_val) - set(classes))
     if missing or extra:
         raise QatError(
             f'{flag} {folder}: {visible((missing or extra)[0])} is a class in {(train if missing else val).name}/ and not in '
@@ -144,7 +142,7 @@ def open_images(data: ImageFolders, split: str, config: LoaderConfig) -> ClassIm
     if split != 'val' and data.val_split:
         held_out = held_out_files([file for file, _ in files], data.val_split)
         files = [item for item in files if (item[0] in held_out) == (split == 'held out')]
-    check_images((file for file, _ in files), data.flag, data.file)
+    require_images((file for file, _ in files), data.flag, data.file)
     for file, _ in files:
         if not os.path.getsize(file):
             raise unreadable(file, 'it is empty')

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -35,7 +34,7 @@ class PrototypeMasks:
         """Compute the masks at the size of the input: FP32 [n, H, W], 0 or 1."""
         return process_mask_upsample(self.prototypes, self.coefficients, self.boxes, self.shape)
 
-    def __getitem__(self, which: Any) -> PrototypeMasks:
+    def __getitem__(self, which: slice | torch.Tensor) -> PrototypeMasks:
         return PrototypeMasks(self.coefficients[which], self.prototypes, self.boxes[which], self.shape)
 
 
@@ -72,7 +71,7 @@ class BoxMasks:
         # Upstream's rule uses the corners of pixels, not their centres.
         return crop_mask(inside, boxes).gt(0.5).float()
 
-    def __getitem__(self, which: Any) -> BoxMasks:
+    def __getitem__(self, which: slice | torch.Tensor) -> BoxMasks:
         return BoxMasks(self.crops[which], self.boxes[which], self.shape)
 
 

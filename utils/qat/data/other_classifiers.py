@@ -13,7 +13,7 @@ from utils.qat.config.settings import Sides
 from utils.qat.core.errors import QatError
 from utils.qat.core.files import require_file
 from utils.qat.core.text import visible
-from utils.qat.data.dataset import check_images, unreadable
+from utils.qat.data.dataset import require_images, unreadable
 from utils.qat.data.loaders import spread, unshuffled
 from utils.qat.untrusted.names import class_names
 
@@ -101,7 +101,7 @@ def class_images(config: LabelledConfig, imgsz: Sides, model: Any) -> DataLoader
         raise QatError(
             f'--data {config.data}: for classifiers a folder with one folder of images for each class, such as val/cat/1.jpg'
         ) from e
-    check_images((path for path, _ in dataset.samples), '--data', Path(config.data or ''))
+    require_images((path for path, _ in dataset.samples), '--data', Path(config.data or ''))
     class_names(dataset.classes, f'--data {config.data}')
     outputs = outputs_of(dataset.classes, model.nc, model.names, config.classes, config.data)
     dataset.target_transform = outputs.__getitem__

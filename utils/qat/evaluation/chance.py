@@ -6,16 +6,29 @@ detections with labels are not computed again.
 """
 
 from collections.abc import MutableMapping, Sequence
-from typing import Any
 
 import numpy as np
 from scipy.sparse import csr_array
+from typing_extensions import NotRequired, TypedDict  # typing has both from Python 3.11
 
 RESAMPLES, SEED = 1000, 0
 CERTAIN = 1.96  # standard deviations; 95 % of a normal distribution lie within this distance of the mean
 EXPLAINED = f'± holds 95 % of what other images of this kind would give, by {RESAMPLES} resamples of these'
 UNKNOWN = 1.0  # chance that explains every difference of AP
 AT_ONCE = 2**20  # most values of a temporary array
+
+
+class Part(TypedDict):
+    """AP of one model minus AP of another, of boxes or of masks, in 0..1."""
+
+    difference: float
+    chance: float  # half the width of the 95 % confidence interval
+
+
+class Change(Part):
+    """The same of boxes, and if there are any of masks."""
+
+    mask: NotRequired[Part]
 
 
 def draw_resamples(number: int) -> np.ndarray:
@@ -100,56 +113,52 @@ def chance_of_share(hits: np.ndarray) -> float:
     return CERTAIN * float(hits.std()) / len(hits) ** 0.5 if len(hits) > 1 else UNKNOWN
 
 
-def difference(before: np.ndarray, after: np.ndarray) -> dict[str, Any]:
-    """Compare two `resampled_ap` of the same images: AP `after` minus AP `before`, and its 95 % confidence interval.
-
-    Returns {'difference', 'chance'} of boxes, in AP (0..1); 'chance' is half the width of the interval. With masks also {'mask': the
-    same of masks}.
-    """
+def difference(before: np.ndarray, after: np.ndarray) -> Change:
+    """Compare two `resampled_ap` of the same images: AP `after` minus AP `before`."""
     gain = after[:, : before.shape[1]] - before[:, : after.shape[1]]  # one may have no masks
-    boxes, *masks = ({'difference': float(d), 'chance': c} for d, c in zip(gain[0], chances(gain)))
-    return {**boxes, **({'mask': masks[0]} if masks else {})}
+    boxes, *masks = (Part(difference=float(d), chance=c) for d, c in zip(gain[0], chances(gain)))
+    return Change(**boxes, mask=masks[0]) if masks else Change(**boxes)
 
 
-def difference_of_merit(before: np.ndarray, after: np.ndarray) -> dict[str, Any]:
+def difference_of_merit(before: np.ndarray, after: np.ndarray) -> Change:
     """Compare two models as `difference` does, by Metrics.merit: AP, or the mean AP of boxes and masks."""
     return difference(before.mean(1, keepdims=True), after.mean(1, keepdims=True))
 
 
-def boxes_and_masks(found: dict[str, Any]) -> list[dict[str, Any]]:
+def boxes_and_masks(found: Change) -> list[Part]:
     """Split a `difference` into a list: of boxes and, if there are any, of masks."""
     return [found, found['mask']] if 'mask' in found else [found]
 
 
-def within_chance(found: dict[str, Any]) -> bool:
+def within_chance(found: Part) -> bool:
     """Tell whether chance alone explains a difference, of boxes or of masks."""
     return abs(found['difference']) <= found['chance']
 
 
-def points_lost(found: dict[str, Any]) -> float:
+def points_lost(found: Change) -> float:
     """Compute the points (0.01) of AP that are lost beyond chance, the larger of boxes and masks; within chance 0."""
     return max(0 if within_chance(part) else -100 * part['difference'] for part in boxes_and_masks(found))
 
 
-def in_points(found: dict[str, Any]) -> str:
+def in_points(found: Part) -> str:
     """Format a difference of boxes, or of masks, in points: '-0.31 ± 0.12'."""
     return f'{round(100 * found["difference"], 2) + 0.0:+.2f}{plus_minus(found)}'  # + 0.0: no -0.00
 
 
-def plus_minus(found: dict[str, Any] | None) -> str:
+def plus_minus(found: Part | None) -> str:
     """Format the chance of a difference of boxes in points: ' ± 0.12'; ' ± ?' if it is not known, '' for None."""
     if not found:
         return ''
     return ' ± ?' if found['chance'] == UNKNOWN else f' ± {100 * found["chance"]:.2f}'
 
 
-def _how_sure(found: dict[str, Any]) -> str:
+def _how_sure(found: Part) -> str:
     if found['chance'] == UNKNOWN:
         return 'and one image tells nothing of chance'
     return f'{"within" if within_chance(found) else "beyond"} chance'
 
 
-def in_words(found: dict[str, Any], title: str = 'AP') -> str:
+def in_words(found: Change, title: str = 'AP') -> str:
     """Format a `difference` in points, and state whether chance alone explains it. title: see Metrics.choosing."""
     return ', '.join(
         f'{text}{in_points(part)} points of {title}, {_how_sure(part)}'

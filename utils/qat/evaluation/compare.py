@@ -11,14 +11,10 @@ import torch
 
 from utils.qat.backends.detections import prepared
 from utils.qat.config.tasks import Task, load_task
-from utils.qat.core.text import markdown_table
+from utils.qat.core.text import markdown_table, number
 
+Comparison = dict[str, Any]  # of two models, as plain values; see the comparison() of Differences
 NUMPY_TOLERANCE = '(within: |difference| <= atol + rtol |value|, as in numpy.isclose, whose defaults are rtol 1e-05 and atol 1e-08; here 0.001)'
-
-
-def number(value: float | None, form: str = '.3g') -> str:
-    """Format a number for a table; '-' for None."""
-    return '-' if value is None else format(value, form)
 
 
 def tolerance_title(settings: Mapping[str, Any]) -> str:
@@ -27,7 +23,7 @@ def tolerance_title(settings: Mapping[str, Any]) -> str:
 
 
 def ranks_tables(
-    comparisons: Sequence[dict[str, Any]], names: Sequence[str], columns: Mapping[str, tuple[str, str]]
+    comparisons: Sequence[Comparison], names: Sequence[str], columns: Mapping[str, tuple[str, str]]
 ) -> list[str]:
     """Make a table of mean scores with all models side by side, and one of the differences of each model from the first.
 
@@ -37,8 +33,8 @@ def ranks_tables(
     differences = {'score_error': ('score difference', '.3g'), **columns}
     first = max((c['ranks'] for c in comparisons), key=len)
     scores = [
-        (rank['rank'], number(rank['score'], '.4f'))
-        + tuple(number(c['ranks'][i]['other_score'], '.4f') if i < len(c['ranks']) else '-' for c in comparisons)
+        (rank['rank'], number(rank['score']))
+        + tuple(number(c['ranks'][i]['other_score']) if i < len(c['ranks']) else '-' for c in comparisons)
         for i, rank in enumerate(first)
     ]
     rows = [
@@ -88,7 +84,7 @@ def compare_models(
     top: int = 10,
     look: Callable[[torch.Tensor, str, list[torch.Tensor]], object] | None = None,
     task: Task = load_task('detect'),
-) -> list[dict[str, Any]]:
+) -> list[Comparison]:
     """Compare models of one task with a reference, and return the comparison of each of `others` as plain values.
 
     Models take images FP32 [B, 3, H, W] in 0..1 on `device`, and their predictions have the same shape. With `names`, class index →
@@ -96,11 +92,11 @@ def compare_models(
     FP32 [3, H, W], its path, and the detections [n, 6] or the scores [C] of each model, the reference first. For the result see compare_detections.Differences.comparison, and compare_classes for classifiers.
     """
     differences = [task.comparing().Differences(rtol, atol, top) for _ in others]
-    scorers, seen = [task.scorer(names) for _ in (reference, *others)] if names else [], 0
+    scorers, count = [task.scorer(names) for _ in (reference, *others)] if names else [], 0
     for batch in loader:
         images, truth = prepared(batch, device)
         outputs = [predict(images) for predict in (reference, *others)]
-        found = [task.found_in(out, truth.shape) for out in outputs]
+        found = [task.postprocess(out, truth.shape) for out in outputs]
         for difference, output, of_one in zip(differences, outputs[1:], found[1:]):
             difference.update(outputs[0], output, found[0], of_one)
         for scorer, of_one in zip(scorers, found):
@@ -108,6 +104,6 @@ def compare_models(
         if look:
             for image, path, *of_image in zip(images, truth.paths, *found):
                 look(image.cpu(), path, [getattr(one, 'rows', one).cpu() for one in of_image])
-        seen += len(images)
+        count += len(images)
     metrics = [scorer.metrics(resample=True) for scorer in scorers] or [None] * (1 + len(others))
-    return [difference.comparison(seen, metrics[0], other) for difference, other in zip(differences, metrics[1:])]
+    return [difference.comparison(count, metrics[0], other) for difference, other in zip(differences, metrics[1:])]

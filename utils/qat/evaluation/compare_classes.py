@@ -8,9 +8,9 @@ import torch
 
 from utils.qat.config.export import Limits
 from utils.qat.core.errors import QatError
-from utils.qat.core.text import markdown_table
+from utils.qat.core.text import markdown_table, number
 from utils.qat.evaluation.chance import difference
-from utils.qat.evaluation.compare import NUMPY_TOLERANCE, ElementDifferences, number, ranks_tables, tolerance_title
+from utils.qat.evaluation.compare import NUMPY_TOLERANCE, Comparison, ElementDifferences, ranks_tables, tolerance_title
 from utils.qat.evaluation.metrics import ClassMetrics
 
 
@@ -41,7 +41,7 @@ class Differences:
         for key, values in of_batch.items():
             self.rank_sums[key] = self.rank_sums.get(key, 0) + values.sum(0)
 
-    def comparison(self, images: int, reference: ClassMetrics | None, other: ClassMetrics | None) -> dict[str, Any]:
+    def comparison(self, images: int, reference: ClassMetrics | None, other: ClassMetrics | None) -> Comparison:
         """Compute the comparison over all batches so far, as plain values. The metrics are None if the images have no labels."""
         means = {key: (total / images).tolist() for key, total in self.rank_sums.items()}
         ranks = [{'rank': i + 1, **{k: v[i] for k, v in means.items()}} for i in range(len(means['score']))]
@@ -58,12 +58,12 @@ class Differences:
         }
 
 
-def same_class(comparison: dict[str, Any]) -> float:
+def same_class(comparison: Comparison) -> float:
     """Return the share of the images on which both classifiers have the same best class."""
     return 1 - comparison['ranks'][0]['disagreement']
 
 
-def beyond_limits(comparison: dict[str, Any], limits: Limits) -> list[str]:
+def beyond_limits(comparison: Comparison, limits: Limits) -> list[str]:
     """Describe each difference in a comparison that is beyond `limits`; empty if there is none."""
     beyond, first, other = [], comparison['reference'], comparison['other']
     if first and other and abs(gain := other['top1'] - first['top1']) > limits.ap:
@@ -73,9 +73,11 @@ def beyond_limits(comparison: dict[str, Any], limits: Limits) -> list[str]:
     return beyond
 
 
-def details(comparisons: Sequence[dict[str, Any]], names: Sequence[str]) -> list[str]:
+def details(comparisons: Sequence[Comparison], names: Sequence[str]) -> list[str]:
     """Format differences of all scores, and rank by rank, as Markdown tables. names: of the first model, then the others."""
-    found = [(name, *(number(c['scores'][key]) for key in ('max', 'mean'))) for name, c in zip(names[1:], comparisons)]
+    found = [
+        (name, *(number(c['scores'][key], '.3g') for key in ('max', 'mean'))) for name, c in zip(names[1:], comparisons)
+    ]
     columns = {'disagreement': ('another class at this rank', '.1%')}
     return [
         f'{markdown_table(("all scores", "max difference", "mean difference"), found)}\n\n{NUMPY_TOLERANCE}',
@@ -83,7 +85,7 @@ def details(comparisons: Sequence[dict[str, Any]], names: Sequence[str]) -> list
     ]
 
 
-def scores_table(comparisons: Sequence[dict[str, Any]], names: Sequence[str]) -> str:
+def scores_table(comparisons: Sequence[Comparison], names: Sequence[str]) -> str:
     """Format the accuracies of classifiers, if there are labels, and the distance of each from the first."""
     first, settings = comparisons[0]['reference'], comparisons[0]
     keys = ('top1', 'top5') if first else ()
@@ -104,11 +106,11 @@ def scores_table(comparisons: Sequence[dict[str, Any]], names: Sequence[str]) ->
     return markdown_table(('model', *(['top-1', 'top-5'] if first else []), *titles), rows)
 
 
-def in_a_clause(comparison: dict[str, Any]) -> str:
+def in_a_clause(comparison: Comparison) -> str:
     """Describe the distance of a classifier from the first in a clause."""
     return f'the best class is the same in {same_class(comparison):.1%} of the images'
 
 
-def limits_text(limits: Limits, comparison: dict[str, Any]) -> str:
+def limits_text(limits: Limits, comparison: Comparison) -> str:
     """Describe the limits of --verify."""
     return f'top-1 within {limits.ap:g}, the best class the same in at least {limits.matched:.0%}'

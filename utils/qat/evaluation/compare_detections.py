@@ -13,10 +13,10 @@ from utils.qat.backends.detections import Detections
 from utils.qat.backends.pytorch import split_outputs
 from utils.qat.config.export import Limits
 from utils.qat.core.errors import QatError
-from utils.qat.core.text import markdown_table
+from utils.qat.core.text import markdown_table, number
 from utils.qat.data.masks import Masks, same_place_iou
 from utils.qat.evaluation.chance import EXPLAINED, difference, in_words, plus_minus
-from utils.qat.evaluation.compare import NUMPY_TOLERANCE, ElementDifferences, number, ranks_tables, tolerance_title
+from utils.qat.evaluation.compare import NUMPY_TOLERANCE, Comparison, ElementDifferences, ranks_tables, tolerance_title
 from utils.qat.evaluation.metrics import Metrics, from_json
 from utils.qat.evaluation.score_tables import models_table
 
@@ -35,7 +35,7 @@ RANK_COLUMNS = {  # key of Ranking.ranks → title, format
 }
 
 
-def beyond_limits(comparison: dict[str, Any], limits: Limits) -> list[str]:
+def beyond_limits(comparison: Comparison, limits: Limits) -> list[str]:
     """Describe each difference in a comparison that is beyond `limits`; empty if there is none."""
     if not comparison['ranks']:
         return ['neither model detects anything, so there was nothing to compare']
@@ -177,7 +177,7 @@ class Differences:
         for of_reference, of_other in zip(found, found_by_other):
             self.ranking.update(of_reference, of_other)
 
-    def comparison(self, images: int, reference: Metrics | None, other: Metrics | None) -> dict[str, Any]:
+    def comparison(self, images: int, reference: Metrics | None, other: Metrics | None) -> Comparison:
         """Compute the comparison over all batches so far. The metrics are None if the images have no labels.
 
         Returns plain values: boxes in pixels of the input, scores in 0..1. None for missing values, and for values that are not
@@ -205,10 +205,10 @@ class Differences:
         )
 
 
-def details(comparisons: Sequence[dict[str, Any]], names: Sequence[str]) -> list[str]:
+def details(comparisons: Sequence[Comparison], names: Sequence[str]) -> list[str]:
     """Format differences of all predictions, and rank by rank, as Markdown tables. names: of the first model, then the others."""
     predictions = [
-        (name, title, number(e['max']), number(e['mean']), number(e['within'], '.2%'))
+        (name, title, number(e['max'], '.3g'), number(e['mean'], '.3g'), number(e['within'], '.2%'))
         for name, comparison in zip(names[1:], comparisons)
         for part, title in PREDICTED.items()
         if (e := comparison[part])
@@ -218,7 +218,7 @@ def details(comparisons: Sequence[dict[str, Any]], names: Sequence[str]) -> list
     return [*written, *ranks_tables(comparisons, names, RANK_COLUMNS)]
 
 
-def scores_table(comparisons: Sequence[dict[str, Any]], names: Sequence[str]) -> str:
+def scores_table(comparisons: Sequence[Comparison], names: Sequence[str]) -> str:
     """Format the AP of several detectors, and the difference of each from the first in points; '' without labels."""
     models = [from_json(found) for found in (comparisons[0]['reference'], *(c['other'] for c in comparisons))]
     if not models[0]:
@@ -227,7 +227,7 @@ def scores_table(comparisons: Sequence[dict[str, Any]], names: Sequence[str]) ->
     return f'{models_table(names, models, chances)}\n\n({EXPLAINED})'
 
 
-def in_a_clause(comparison: dict[str, Any]) -> str:
+def in_a_clause(comparison: Comparison) -> str:
     """Describe the distance of a detector from the first in a clause."""
     clauses, matched, iou = [], comparison['matched'], comparison['matched_mask']
     if comparison['against_reference']:
@@ -235,15 +235,15 @@ def in_a_clause(comparison: dict[str, Any]) -> str:
     if matched is not None:
         clauses.append(f'{matched:.2%} of the top {comparison["top"]} detections have their match in the other')
     if matched:
-        masks = f', their masks have an IoU of {number(iou)}' * (iou is not None)
+        masks = f', their masks have an IoU of {number(iou, ".3g")}' * (iou is not None)
         clauses.append(
-            f'in the mean its score differs by {number(comparison["matched_score"])}, its box by '
-            f'{number(comparison["matched_box"])} px{masks}'
+            f'in the mean its score differs by {number(comparison["matched_score"], ".3g")}, its box by '
+            f'{number(comparison["matched_box"], ".3g")} px{masks}'
         )
     return '; '.join(clauses) or 'neither detects anything'
 
 
-def limits_text(limits: Limits, comparison: dict[str, Any]) -> str:
+def limits_text(limits: Limits, comparison: Comparison) -> str:
     """Describe the limits of --verify."""
     masks = f', the IoU of their masks at least {limits.mask:g}' * (comparison['matched_mask'] is not None)
     return (

@@ -15,11 +15,12 @@ from utils.qat.config.tasks import Task
 from utils.qat.core.files import distinct_names, sha256, write_document, write_json, write_picture
 from utils.qat.core.machine import machine_table, versions
 from utils.qat.core.text import escaped, image, literal, markdown_table
-from utils.qat.evaluation.score_tables import bar_places
+from utils.qat.evaluation.compare import Comparison
+from utils.qat.evaluation.score_tables import PALE, bar_places
 from utils.qat.evaluation.side_by_side import Example, example_table, plot_example
 
 
-def verdict(task: Task, comparisons: Sequence[dict[str, Any]], names: Sequence[str]) -> list[str]:
+def verdict(task: Task, comparisons: Sequence[Comparison], names: Sequence[str]) -> list[str]:
     """Format what a comparison comes to as Markdown: a clause for each model, then the scores of all."""
     how, (first, *others) = task.comparing(), names
     clauses = [f'- {escaped(f"{name} against {first}: {how.in_a_clause(c)}.")}' for name, c in zip(others, comparisons)]
@@ -43,7 +44,7 @@ def write_comparison(
     folder: Path,
     config: CompareConfig,
     task: Task,
-    comparisons: Sequence[dict[str, Any]],
+    comparisons: Sequence[Comparison],
     examples: Sequence[Example],
     size: Sides,
     machine: dict[str, Any],
@@ -103,7 +104,7 @@ def write_comparison(
     return '\n\n'.join(found)
 
 
-def plot_ranks(path: Path, comparisons: dict[str, dict[str, Any]]) -> None:
+def plot_ranks(path: Path, comparisons: dict[str, Comparison]) -> None:
     """Draw the differences of models from the first at each rank: score errors, and how often the models disagree.
 
     For detectors the full colour of a bar is the share without a match at any rank. The rest swapped ranks with a nearly
@@ -120,7 +121,7 @@ def plot_ranks(path: Path, comparisons: dict[str, dict[str, Any]]) -> None:
         if detectors:
             label += f': {comparison["matched"] or 0:.1%} of the top {top} have their match at any rank'
         left.bar(places, [r['score_error'] or 0 for r in ranks], width, color=f'C{i}', label=label)
-        right.bar(places, [r['disagreement'] or 0 for r in ranks], width, color=f'C{i}', alpha=0.35 if detectors else 1)
+        right.bar(places, [r['disagreement'] or 0 for r in ranks], width, color=f'C{i}', alpha=PALE if detectors else 1)
         if detectors:
             right.bar(places, [r['unmatched'] or 0 for r in ranks], width, color=f'C{i}')
     left.set_ylabel('mean difference of score')

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.utils.data import DataLoader
 from utils.general import coco80_to_coco91_class
 
 from utils.qat.backends.detections import prepared
@@ -31,7 +32,7 @@ def timed(seconds: dict[str, float], step: str, device: torch.device) -> Iterato
 @torch.inference_mode()
 def evaluate(
     predict: Callable[[torch.Tensor], Any],
-    loader: Any,
+    loader: DataLoader,
     names: Mapping[int, str],
     device: torch.device,
     conf_thres: float = 0.001,
@@ -62,7 +63,7 @@ def evaluate(
         with timed(seconds, 'inference', device):
             outputs = predict(images)
         with timed(seconds, 'nms', device):
-            found = task.found_in(outputs, truth.shape, conf_thres, iou_thres, max_det)
+            found = task.postprocess(outputs, truth.shape, conf_thres, iou_thres, max_det)
         scorer.update(found, truth)
 
     scorer.batches = merged(scorer.batches)

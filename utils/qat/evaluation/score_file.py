@@ -9,10 +9,11 @@ from typing import Any
 import torch
 
 from utils.qat.backends.file_model import FileModel
+from utils.qat.backends.pytorch import TorchModel
 from utils.qat.config.qat import EvalConfig, FileEvalConfig
-from utils.qat.config.settings import closing, typed_words
+from utils.qat.config.settings import closing, command_words
 from utils.qat.config.tables import backends_for
-from utils.qat.core.command import command, explain_out_of_memory, repeated, typed_sides
+from utils.qat.core.command import command, explain_out_of_memory, repeated, sides_words
 from utils.qat.core.distributed import from_first, join, on_first, rank, world_size
 from utils.qat.core.errors import QatError, naming
 from utils.qat.core.files import distinct_names, write_document, write_json
@@ -21,7 +22,7 @@ from utils.qat.core.machine import describe, machine, machine_table, select_devi
 from utils.qat.core.run_folder import run_folder
 from utils.qat.core.text import code, escaped, image, link, markdown_table
 from utils.qat.data.loaders import Loaders
-from utils.qat.evaluation.chance import EXPLAINED, difference, in_words, plus_minus
+from utils.qat.evaluation.chance import EXPLAINED, Change, difference, in_words, plus_minus
 from utils.qat.evaluation.classes import distance
 from utils.qat.evaluation.detection_scores import require_annotations
 from utils.qat.evaluation.evaluate import evaluate
@@ -30,6 +31,8 @@ from utils.qat.evaluation.score_tables import class_table, models_table, plot_cl
 from utils.qat.vendors.next_step import after_scoring
 
 FAIR_CONF = 0.01  # AP hardly changes without the detections up to this score
+Model = FileModel | TorchModel
+Load = Callable[[Path, torch.device, str | None], Model]  # file, device and backend → its model
 
 
 @dataclass
@@ -54,7 +57,7 @@ class Score:
         names = distinct_names([self.config.baseline, self.config.weights])
         return dict(zip(names, (self.baseline, self.metrics)))
 
-    def against_baseline(self) -> dict[str, Any]:
+    def against_baseline(self) -> Change:
         """Compare the metrics with the baseline's, see chance.difference."""
         return difference(self.baseline.resampled, self.metrics.resampled)
 
@@ -143,13 +146,13 @@ def _write_report(
             '## Machine',
             machine_table(here),
             '## Made by',
-            code(repeated(*program, *typed_words(settings, kind))),
+            code(repeated(*program, *command_words(settings, kind))),
             *closing(settings, kind, versions(), following),
         ],
     )
 
 
-def score_files(configs: Sequence[EvalConfig], load_model: Callable[[Path, torch.device, str | None], Any]) -> None:
+def score_files(configs: Sequence[EvalConfig], load_model: Load) -> None:
     """Score files one after the other, each in its own folder; a report of all compares several with the first.
 
     `load_model` makes a model, see file_model.py, from file, device and backend. If a file does not fit the settings or the
@@ -169,7 +172,7 @@ def score_files(configs: Sequence[EvalConfig], load_model: Callable[[Path, torch
                 finish(report=folder / 'report.md')
 
 
-def _at_one_size(configs: Sequence[EvalConfig], load_model: Callable[..., Any]) -> Sequence[EvalConfig]:
+def _at_one_size(configs: Sequence[EvalConfig], load_model: Load) -> Sequence[EvalConfig]:
     """Without --imgsz, let all files have the size for which some were exported or quantized: another one changes AP more than INT8 does."""
     if configs[0].imgsz:
         return configs
@@ -203,9 +206,7 @@ def _apart(configs: Sequence[EvalConfig], folder: Path | None) -> Sequence[EvalC
     return [replace(config, name=f'{common}-{name}') for config, name in zip(configs, names)]
 
 
-def score_file(
-    config: EvalConfig, load_model: Callable[[Path, torch.device, str | None], Any], resample: bool
-) -> Score:
+def score_file(config: EvalConfig, load_model: Load, resample: bool) -> Score:
     """Score the model in config.weights and its baseline, log the tables, and write the report and predictions.json.
 
     An exported file gets images letterboxed to its own size.
@@ -235,7 +236,7 @@ def score_file(
         LOGGER.info(f'{config.weights} on {describe(device)}, images {seen}')
         warn_of_threshold(predict, config)
 
-        def scored(model: Any, text: str, **options: Any) -> Any:
+        def scored(model: Model, text: str, **options: Any) -> Any:
             thresholds = config.conf_thres, config.iou_thres
             options.update(progress=lambda it: bar(it, text), resample=resample)
             return evaluate(model, loader, data.names, device, *thresholds, **options)
@@ -248,10 +249,10 @@ def score_file(
         if before and isinstance(metrics, ClassMetrics):
             vars(metrics).update(distance(metrics.scores, before.scores))
         score = Score(config, folder, device, seen, metrics, before)
-        if exported or predict.recipe:
+        if isinstance(predict, FileModel) or predict.recipe:
             following = after_scoring(config.weights, config.imgsz, predict.target, config.backend)
         else:
-            size, names = typed_sides(config.imgsz), ['--names-from', config.names_from] * bool(config.names_from)
+            size, names = sides_words(config.imgsz), ['--names-from', config.names_from] * bool(config.names_from)
             following = command(
                 'qat.py', 'quantize', '--weights', config.weights, '--data', config.data, *names, '--imgsz', *size
             )
@@ -264,13 +265,14 @@ def score_file(
     return score
 
 
-def warn_of_threshold(predict: Any, config: EvalConfig) -> None:
+def warn_of_threshold(predict: Model, config: EvalConfig) -> None:
     """Warn if low-scored detections are left out.
 
     The precision-recall curve then ends early. The definition of AP continues it by a straight line to recall 1 and
     precision 0, as if the missing detections existed.
     """
-    conf, whose, fair = config.conf_thres, '--conf-thres', 'leave --conf-thres out'
+    whose, fair = '--conf-thres', 'leave --conf-thres out'
+    conf: float | None = config.conf_thres
     if predict.end2end:
         conf, whose = predict.conf_thres, 'inside the file'
         fair = 'export it with --conf-thres 0.001 --iou-thres 0.7 --topk-all 300'
@@ -281,7 +283,7 @@ def warn_of_threshold(predict: Any, config: EvalConfig) -> None:
         )
 
 
-def _require_alike(predict: Any, baseline: Any, config: EvalConfig) -> None:
+def _require_alike(predict: Model, baseline: Model, config: EvalConfig) -> None:
     """Raise QatError unless a baseline has the same task and classes as the model."""
     why = ''
     if baseline.task is not predict.task:

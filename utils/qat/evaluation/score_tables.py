@@ -5,10 +5,12 @@ from pathlib import Path
 from typing import Any
 
 from utils.qat.core.files import write_picture
-from utils.qat.core.text import literal, markdown_table
+from utils.qat.core.text import literal, markdown_table, number
+from utils.qat.evaluation.chance import UNKNOWN
 from utils.qat.evaluation.metrics import DetectionMetrics, Metrics
 
 MOST = 80  # classes in a picture
+PALE = 0.55  # opacity of the lighter part of a bar
 
 
 class Columns:
@@ -30,7 +32,7 @@ class Columns:
 
     def cells(self, scores: Metrics | Mapping[str, Any] | None) -> list[str]:
         """Format scores with four digits; '-' if missing."""
-        return four_digits(self.values(scores))
+        return list(map(number, self.values(scores)))
 
     def differences(self, after: Metrics | None, before: Metrics | None, chance: str = '') -> list[str]:
         """Format the differences of two models in points (0.01); '-' if missing.
@@ -40,11 +42,6 @@ class Columns:
         pairs = zip(self.values(after), self.values(before))
         points = ['-' if a is None or b is None else f'{round(100 * (a - b), 2) + 0.0:+.2f}' for a, b in pairs]
         return [points[0] + chance, *points[1:]]
-
-
-def four_digits(values: Iterable[float | None]) -> list[str]:
-    """Format scores; '-' for None."""
-    return ['-' if value is None else f'{value:.4f}' for value in values]
 
 
 def models_table(names: Sequence[str], models: Sequence[Metrics | None], chances: Sequence[str]) -> str:
@@ -62,6 +59,20 @@ def class_table(metrics: Metrics) -> str:
     rows = [['all', getattr(metrics, counted), *columns.cells(metrics)]]
     rows += [[c['name'], c[counted], *columns.cells(c)] for c in metrics.per_class]
     return markdown_table(('class', counted, *columns.titles), rows)
+
+
+def interval_table(models: Mapping[str, Metrics]) -> str:
+    """Format AP, or top-1, of each class by each model, with its interval; the first model has all classes."""
+    first = next(iter(models.values()))
+    (key, title), counted = first.choosing(), first.counted
+
+    def cell(row: Mapping[str, Any]) -> str:
+        chance = '?' if row.get('chance') == UNKNOWN else f'{row.get("chance", 0):.4f}'
+        return f'{row[key]:.4f} ± {chance}' if row else '-'
+
+    of_class = [{row['class']: row for row in metrics.per_class} for metrics in models.values()]
+    rows = [(r['name'], r[counted], *(cell(of.get(r['class'], {})) for of in of_class)) for r in first.per_class]
+    return markdown_table(('class', counted, *(f'{title}, {name}' for name in models)), rows)
 
 
 def bar_places(places: Iterable[float], model: int, models: int) -> tuple[list[float], float]:

@@ -4,8 +4,6 @@ A line has a detection of the first model, the reference, with its counterpart i
 another model has. For a classifier a line has a class.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -20,7 +18,7 @@ from utils.metrics import box_iou
 
 from utils.qat.config.tasks import Labelled, Task
 from utils.qat.core.files import write_picture
-from utils.qat.core.text import escaped, literal, markdown_table
+from utils.qat.core.text import escaped, literal, markdown_table, number
 from utils.qat.evaluation.compare_detections import SAME_DETECTION, SAME_OBJECT
 
 LABEL = 0.04  # side of a rank in a picture / side of the picture
@@ -102,13 +100,13 @@ def detection_lines(found: Sequence[torch.Tensor], names: Mapping[int, str], top
     first, others = found[0], found[1:]
     lines = [Line(made(first, i), [], []) for i in range(min(top, len(first)))]
     extra = []
-    for number, rows in enumerate(others):
+    for model, rows in enumerate(others):
         pairs, unknown = _counterparts(first, rows)
         for i, line in enumerate(lines):
             j, mark = pairs.get(i, (None, LOST))
             line.others.append(None if j is None else made(rows, j))
             line.marks.append(mark)
-        extra += [_new_line(made(rows, j), number, len(others)) for j in unknown if j < top]
+        extra += [_new_line(made(rows, j), model, len(others)) for j in unknown if j < top]
     return lines + extra
 
 
@@ -175,7 +173,7 @@ def example_table(example: Example, models: Sequence[str]) -> str:
     """Format an example as a Markdown table; the reference is the first of the models."""
 
     def score(found: Found | None) -> str:
-        return f'{found.score:.4f}' if found else '-'
+        return number(found.score if found else None)
 
     rows = []
     for line in example.lines:
@@ -236,14 +234,19 @@ def plot_example(path: Path, example: Example, models: Sequence[str]) -> None:
 
 
 def _draw_box(axes: Axes, found: Found, mark: str, labels: list[tuple[float, float]]) -> None:
-    """Draw a box and its rank, to the right of other labels at the same corner, and add its place to `labels`."""
+    """Draw a box and its rank, beside other labels at the same corner and inside the picture, and add its place to `labels`."""
     x1, y1, x2, y2 = found.box or [0.0] * 4
     strong = mark != SAME
     style: dict[str, Any] = {'linewidth': 2.2 if strong else 1.2, 'linestyle': '--' if mark == LOST else '-'}
     axes.add_patch(Rectangle((x1, y1), x2 - x1, y2 - y1, fill=False, edgecolor=COLOURS[mark], **style))
-    x, size = x1, LABEL * max(axes.get_xlim()[1], axes.get_ylim()[0])
+    width = axes.get_xlim()[1]
+    size = LABEL * max(width, axes.get_ylim()[0])
+    x = min(x1, width - size)
+    step = (
+        size / 4 if x < width / 2 else -size / 4
+    )  # towards the middle: what leaves the picture is hidden by the next one
     while any(abs(x - other_x) < size and abs(y1 - other_y) < size for other_x, other_y in labels):
-        x += size / 4
+        x += step
     labels.append((x, y1))
     box = {'facecolor': COLOURS[mark], 'edgecolor': 'none', 'pad': 1}
     axes.text(x, y1, str(found.rank), fontsize=7, color='white', va='bottom' if y1 > 20 else 'top', bbox=box)

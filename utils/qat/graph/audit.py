@@ -13,7 +13,7 @@ from typing import Any
 
 import onnx
 
-from utils.qat.core.text import listed, markdown_table
+from utils.qat.core.text import listed, markdown_table, number
 from utils.qat.graph.audit_rules import CHECKS, CHOICE, DFL, FINDINGS, HEAD, Finding, Rules, float_reason, is_int8
 from utils.qat.graph.onnx_graph import (
     CONVS,
@@ -27,7 +27,7 @@ from utils.qat.graph.onnx_graph import (
     opset,
 )
 from utils.qat.graph.padding import PADDED
-from utils.qat.graph.tensor_types import Types, flops, tensor_types
+from utils.qat.graph.tensor_types import Types, flops, infer
 
 TILE = 16  # channels: INT8 tensor cores work on multiples of this
 TYPES: dict[int, str] = {
@@ -108,7 +108,7 @@ def _convolution(graph: Graph, types: Types, node: onnx.NodeProto) -> Convolutio
 
 def audit(model: onnx.ModelProto, checks: Rules = CHECKS) -> Audit:
     """Audit an ONNX model, quantized or not, by the rules of its target."""
-    graph, types, padded = Graph(model), tensor_types(model), metadata_value(model, PADDED)
+    graph, (types, _), padded = Graph(model), infer(model), metadata_value(model, PADDED)
     layers = [n for n in graph.nodes if n.op_type not in QDQ and not all(name in graph.fixed for name in n.output)]
     convs = [_convolution(graph, types, n) for n in layers if n.op_type in CONVS]
     weights = {
@@ -174,7 +174,7 @@ def audit_text(found: Audit, limit: int | None = None) -> str:
             [
                 what,
                 *('-' if share[k] is None else f'{share[k] / unit:.{digits}f}' for k in ('int8', 'all')),
-                '-' if share['ratio'] is None else f'{share["ratio"]:.1%}',
+                number(share['ratio'], '.1%'),
             ]
         )
     lines += [markdown_table(('INT8 coverage', 'INT8', 'all', 'share'), rows), '']

@@ -137,7 +137,7 @@ def demands(graph: Graph) -> Iterator[Finding]:
             yield Finding('mixed', name, detail)
 
 
-def _text(what: Any) -> str:
+def _text(what: object) -> str:
     return f'scale {what:.6g}' if isinstance(what, float) else str(what)
 
 
@@ -158,7 +158,7 @@ def moves(graph: Graph) -> Iterator[Finding]:
         given = [node.input[i] for i in moved_inputs(node) if node.input[i] not in graph.fixed]
         if not given:
             continue
-        sources = set().union(*map(graph.origins, given))
+        sources = set().union(*map(graph.sources, given))
         reads = {graph.scale(graph.producer[o]) if graph.op(o) == 'DequantizeLinear' else FLOAT for o in sources}
         makes = set()
         for use, _ in (u for name in node.output for u in graph.uses(name)):
@@ -215,7 +215,7 @@ def adds(graph: Graph, one_scale: bool = True) -> Iterator[Finding]:
         addends = _addends(graph, node)
         quantized = [a for a in addends if graph.dequantized(a)]
         rest = [a for a in addends if not graph.dequantized(a)]
-        scales = {graph.scale(graph.producer[o]) for a in quantized for o in graph.origins(a)}
+        scales = {graph.scale(graph.producer[o]) for a in quantized for o in graph.sources(a)}
         if quantized and (len(rest) > 1 or (rest and not _from_int8_conv(graph, rest[0]))):
             yield Finding('half add', name_of(node), f'in float: {", ".join(rest)}')
         if one_scale and len(scales) > 1:

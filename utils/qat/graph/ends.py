@@ -82,7 +82,7 @@ class GraphWriter:
         self.model, self.scope, self.count = model, scope, 0
 
     def node(
-        self, op: str, inputs: list[str], outputs: int | tuple[str, ...] | list[str] = 1, **attributes: Any
+        self, op: str, inputs: list[str], outputs: int | tuple[str, ...] | list[str] = 1, **attributes: object
     ) -> Any:
         """Add a node and return the name of its output, or a list of them. outputs: their number, or names."""
         self.count += 1
@@ -91,7 +91,7 @@ class GraphWriter:
         self.model.graph.node.append(helper.make_node(op, inputs, made, name, **attributes))
         return made if len(made) > 1 else made[0]
 
-    def constant(self, value: Any, dtype: type = np.int64) -> str:
+    def constant(self, value: object, dtype: type = np.int64) -> str:
         """Add an initializer, and return its name."""
         self.count += 1
         name = f'{self.scope}.constant_{self.count}'

@@ -1,13 +1,13 @@
 """Read an untrusted ONNX file, and define which files are accepted."""
 
 import contextlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from pathlib import Path
 
 import onnx
 from google.protobuf.message import DecodeError
 
-from utils.qat.core.errors import QatError
+from utils.qat.core.errors import QatError, reporting
 from utils.qat.core.text import is_printable
 from utils.qat.graph.moves import MOVES
 from utils.qat.graph.onnx_graph import ELEMENTWISE, IN_THE_WAY, QDQ, QUANTIZABLE, WEIGHTED, required_inputs
@@ -81,13 +81,9 @@ def _require_bounded(model: onnx.ModelProto, path: str | Path) -> None:
         size(model.graph.node, 0)
 
 
-@contextlib.contextmanager
-def _reading(path: str | Path) -> Iterator[None]:
+def _reading(path: str | Path) -> contextlib.AbstractContextManager[None]:
     """Convert ONNX's errors for an invalid file to a QatError."""
-    try:
-        yield
     # ValueError and TypeError: the weights are in another file, which is incomplete; RuntimeError: its name is too long
-    except (*INVALID, MemoryError) as e:
-        raise QatError(
-            f'{path}: no valid ONNX file ({(str(e).strip().splitlines() or [type(e).__name__])[0][:300]}); write it with export_qat.py'
-        ) from e
+    return reporting(
+        f'{path}: no valid ONNX file', *INVALID, MemoryError, remedy='write it with export_qat.py', most=300
+    )

@@ -20,14 +20,14 @@ WEIGHTED = {*CONVS, 'Gemm', 'MatMul'}  # data and weight are inputs 0 and 1
 QUANTIZABLE = {'Add', 'AveragePool', 'GlobalAveragePool'}  # run in INT8 if their inputs and outputs are quantized
 IN_THE_WAY = {'Cast', 'Identity'}  # of Q/DQ and the kernel that absorbs it
 FLOAT = 'float'  # the form that a reader needs, unless it is a Q, which needs its scale
-# Paths from tensors, through operators that only move values, to their origins and uses. YOLOv9 has some hundred.
+# Paths from tensors, through operators that only move values, to their sources and uses. YOLOv9 has some hundred.
 MOST_WAYS = 2_000_000
 
 C = TypeVar('C', bound=Collection)
 Use = tuple[NodeProto | None, int]  # (reader, position among its inputs); (None, 0): the graph returns the tensor
 
 
-def attribute(node: NodeProto, name: str, default: Any = None) -> Any:
+def attribute(node: NodeProto, name: str, default: object = None) -> Any:
     """Return the value of an attribute of a node."""
     return next((onnx.helper.get_attribute_value(a) for a in node.attribute if a.name == name), default)
 
@@ -188,12 +188,12 @@ class Graph:
             if node.op_type in ('Shape', 'Size') or (not inside and all(name in self.fixed for name in node.input)):
                 self.fixed.update(node.output)
         self._ways = 0
-        for name in ('origins', 'uses', 'asked', '_scale', 'dequantized', 'unquantized'):
+        for name in ('sources', 'uses', 'asked', '_scale', 'dequantized', 'unquantized'):
             setattr(self, name, cache(getattr(self, name)))  # of this graph alone, and as long as it
         # In the order of the graph, then against it: each answer needs only earlier ones.
         for node in self.nodes:
             for name in node.output:
-                self.origins(name)
+                self.sources(name)
                 self.unquantized(name)
         for node in reversed(self.nodes):
             for name in node.output:
@@ -212,7 +212,7 @@ class Graph:
         """Return the operator that produces a tensor; None for an input or a constant."""
         return self.producer[tensor].op_type if tensor in self.producer else None
 
-    def origins(self, tensor: str) -> frozenset[str]:
+    def sources(self, tensor: str) -> frozenset[str]:
         """Return the names of the tensors from which a tensor's values come, through nodes that only move values.
 
         Constants among activations do not count.
@@ -221,7 +221,7 @@ class Graph:
         given = list(dict.fromkeys(self.producer[tensor].input[i] for i in moved))
         if tensor not in self.fixed:
             given = [name for name in given if name not in self.fixed]
-        found = [self._count(self.origins(name)) for name in given]
+        found = [self._count(self.sources(name)) for name in given]
         return found[0] if len(found) == 1 else frozenset().union(*found) or frozenset((tensor,))
 
     def uses(self, tensor: str) -> list[Use]:
@@ -270,7 +270,7 @@ class Graph:
 
     def dequantized(self, tensor: str) -> bool:
         """Tell whether all values of a tensor come out of DQ nodes, through nodes that only move values."""
-        return all(self.op(o) == 'DequantizeLinear' for o in self.origins(tensor))
+        return all(self.op(o) == 'DequantizeLinear' for o in self.sources(tensor))
 
     def unquantized(self, tensor: str) -> str:
         """Return the tensor before the Q and DQ that produce `tensor`; without them, `tensor` itself."""
@@ -278,7 +278,7 @@ class Graph:
 
     def is_dfl(self, node: NodeProto) -> bool:
         """Tell whether a convolution is the DFL: its input is the output of a Softmax, through nodes that only move values."""
-        return all(self.op(o) == 'Softmax' for o in self.origins(node.input[0]))
+        return all(self.op(o) == 'Softmax' for o in self.sources(node.input[0]))
 
     @cached_property
     def ends(self) -> set[str]:

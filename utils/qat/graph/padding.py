@@ -61,7 +61,7 @@ def pad(model: ModelProto, multiple: int) -> Padding | None:
     if not channels.grow(*channels.number):
         return None
     _Padder(model, channels).pad()
-    _check_shapes(model, channels)
+    _require_shapes(model, channels)
     set_metadata(model, **{PADDED: multiple})
     after = _convs(model)
     outputs, work = ([sum(c[i] for c in convs.values()) for convs in (before, after)] for i in (1, 2))
@@ -84,7 +84,7 @@ def _convs(model: ModelProto) -> dict[str, Conv]:
     }
 
 
-def _check_shapes(model: ModelProto, channels: Channels) -> None:
+def _require_shapes(model: ModelProto, channels: Channels) -> None:
     """Raise QatError unless the tensors of a padded graph have the shapes of their layouts."""
     report = 'please report this model, and export with --no-pad'
     try:

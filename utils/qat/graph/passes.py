@@ -158,8 +158,8 @@ def drop_repeated_qdq(model: ModelProto, behind_moves: bool = True) -> ModelProt
         return graph.scale(node), *(graph.values[name].tobytes() for name in node.input[2:3] if name in graph.values)
 
     def repeats(q: NodeProto) -> bool:
-        origins = [graph.producer.get(name) for name in (graph.origins(q.input[0]) if behind_moves else q.input[:1])]
-        return all(o is not None and o.op_type == 'DequantizeLinear' and grid(o) == grid(q) for o in origins)
+        sources = [graph.producer.get(name) for name in (graph.sources(q.input[0]) if behind_moves else q.input[:1])]
+        return all(o is not None and o.op_type == 'DequantizeLinear' and grid(o) == grid(q) for o in sources)
 
     repeated = {
         node.output[0]
@@ -179,7 +179,7 @@ def drop_repeated_qdq(model: ModelProto, behind_moves: bool = True) -> ModelProt
     return keep_nodes(model, lambda node: node.output[0] not in repeated or node.output[0] in read, {})
 
 
-def check_scales(model: ModelProto, scales: Iterable[Any]) -> None:
+def require_scales(model: ModelProto, scales: Iterable[Any]) -> None:
     """Raise QatError unless the scales in the graph are exactly `scales` (arrays), bit for bit, as sets."""
     values = constants(model)
     in_graph = {np.asarray(values[n.input[1]], np.float32).tobytes() for n in model.graph.node if n.op_type in QDQ}

@@ -1,7 +1,6 @@
 """Infer types and shapes of the tensors of a graph, shape arithmetic included, and count FLOPs."""
 
-from __future__ import annotations
-
+import contextlib
 import math
 from collections.abc import Iterable, Mapping
 
@@ -10,7 +9,7 @@ import onnx
 from onnx import NodeProto, TensorProto, TypeProto, helper, numpy_helper
 from onnx.reference import ReferenceEvaluator
 
-from utils.qat.core.errors import QatError
+from utils.qat.core.errors import reporting
 from utils.qat.graph.onnx_graph import QDQ, Graph, name_of, opset
 
 Types = dict[str, tuple[int, tuple[int, ...]]]  # tensor name → (element type of onnx.TensorProto, shape)
@@ -18,17 +17,12 @@ Types = dict[str, tuple[int, tuple[int, ...]]]  # tensor name → (element type 
 LARGEST, MOST_EVALUATED = 100, 10_000  # limits of shape arithmetic: values of a tensor, nodes
 
 
-def tensor_types(model: onnx.ModelProto) -> Types:
-    """Infer the types and shapes of a graph's tensors; those whose shapes do not follow from the graph are left out.
-
-    An open first axis of an input counts as 1. Evaluates shape arithmetic (Shape, Gather, Div ... before a Slice) on up to
-    LARGEST values at a time, which onnx.shape_inference does only in part.
-    """
-    return infer(model)[0]
-
-
 def infer(model: onnx.ModelProto) -> tuple[Types, dict[str, np.ndarray]]:
-    """Infer types and shapes, see `tensor_types`, and the values of small constants and of shape arithmetic."""
+    """Infer the types and shapes of a graph's tensors, and the values of small constants and of shape arithmetic.
+
+    Shapes that do not follow from the graph are left out. An open first axis of an input counts as 1. Evaluates shape arithmetic
+    (Shape, Gather, Div ... before a Slice) on up to LARGEST values at a time, which onnx.shape_inference does only in part.
+    """
     types = {i.name: helper.make_tensor_type_proto(i.data_type, i.dims) for i in model.graph.initializer}
     constant = {i.name: i for i in model.graph.initializer if _count(types[i.name]) <= LARGEST}
     stored, evaluated = set(types), 0
@@ -43,7 +37,7 @@ def infer(model: onnx.ModelProto) -> tuple[Types, dict[str, np.ndarray]]:
         if node.domain not in ('', 'ai.onnx') or not all(name in types for name in known):
             continue  # an operator that is not ONNX's, or a node behind one
         schema = onnx.defs.get_schema(node.op_type, version, '')
-        try:
+        with _running(node, onnx.shape_inference.InferenceError, onnx.checker.ValidationError):
             types.update(
                 onnx.shape_inference.infer_node_outputs(
                     schema,
@@ -54,10 +48,6 @@ def infer(model: onnx.ModelProto) -> tuple[Types, dict[str, np.ndarray]]:
                     ir_version=model.ir_version,
                 )
             )
-        except (onnx.shape_inference.InferenceError, onnx.checker.ValidationError) as e:
-            raise QatError(
-                f'{name_of(node)}: {str(e).strip().splitlines()[0]}; the graph cannot run, export it anew'
-            ) from e
         if evaluated < MOST_EVALUATED and _is_arithmetic(node, known, types, constant):
             constant.update(_evaluate(model, node, types, constant))
             evaluated += 1
@@ -106,22 +96,22 @@ def _evaluate(
         [helper.make_empty_tensor_value_info(n) for n in node.output],
     )
     one = helper.make_model(graph, opset_imports=model.opset_import, ir_version=model.ir_version)
-    try:
+    # the operators of the reference raise errors of every class
+    with _running(node, Exception), contextlib.suppress(NotImplementedError), np.errstate(all='ignore'):
         feeds = {
             n: numpy_helper.to_array(constant[n])
             if n in constant
             else np.broadcast_to(np.float32(0), _shape(types[n]) or ())  # a Shape's input, whose shape is known
             for n in names
         }
-        with np.errstate(all='ignore'):
-            values = ReferenceEvaluator(one).run(None, feeds)
+        values = ReferenceEvaluator(one).run(None, feeds)
         return {name: numpy_helper.from_array(np.asarray(value), name) for name, value in zip(node.output, values)}
-    except NotImplementedError:
-        return {}
-    except Exception as e:  # the operators of the reference raise errors of every class
-        raise QatError(
-            f'{name_of(node)}: {(str(e).strip().splitlines() or [type(e).__name__])[0][:200]}; the graph cannot run, export it anew'
-        ) from e
+    return {}
+
+
+def _running(node: NodeProto, *errors: type[BaseException]) -> contextlib.AbstractContextManager[None]:
+    """Convert errors of ONNX about a node to a QatError."""
+    return reporting(f'{name_of(node)}: the graph cannot run', *errors, remedy='export it anew')
 
 
 def flops(graph: Graph, types: Types, conv: NodeProto) -> int | None:

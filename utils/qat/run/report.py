@@ -8,17 +8,25 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
 from utils.qat.config.qat import QuantizeConfig
-from utils.qat.config.settings import closing, typed_words
+from utils.qat.config.settings import closing, command_words
 from utils.qat.config.tables import TARGETS
 from utils.qat.config.tasks import Task
 from utils.qat.core.command import export_command, repeated
 from utils.qat.core.files import write_document, write_json, write_picture
 from utils.qat.core.machine import machine_table
 from utils.qat.core.run_folder import DELIVERED
-from utils.qat.core.text import code, escaped, image, link, markdown_table
-from utils.qat.evaluation.chance import EXPLAINED, boxes_and_masks, in_points, in_words, points_lost, within_chance
+from utils.qat.core.text import code, escaped, image, link, markdown_table, number
+from utils.qat.evaluation.chance import (
+    EXPLAINED,
+    Change,
+    boxes_and_masks,
+    in_points,
+    in_words,
+    points_lost,
+    within_chance,
+)
 from utils.qat.evaluation.metrics import Metrics, finds_nothing
-from utils.qat.evaluation.score_tables import Columns, four_digits, plot_classes
+from utils.qat.evaluation.score_tables import Columns, plot_classes
 from utils.qat.run.state import BEST, FLOAT, LAST, PTQ, Stage, State
 
 NARROWEST = 0.02  # of the AP axis, so that differences below two points do not look like a collapse
@@ -43,10 +51,11 @@ def plot_ap(path: Path, state: State) -> None:
     for part, colour in (('', 'tab:blue'), *[('masks ', 'tab:orange')] * bool(masks)):
         of = {name: value(scored.get(name), part) for name in (FLOAT, PTQ)}
         against = [e.against_float for e in state.epochs if e.against_float]
-        if of[FLOAT] is not None and against:
+        level = of[FLOAT]
+        if level is not None and against:
             chance = max((found['mask'] if part else found)['chance'] for found in against)
             label = f'{part}within chance of float, ± {100 * chance:.2f} points'
-            axes.axhspan(of[FLOAT] - chance, of[FLOAT] + chance, color=colour, alpha=0.12, linewidth=0, label=label)
+            axes.axhspan(level - chance, level + chance, color=colour, alpha=0.12, linewidth=0, label=label)
         for name, style in ((FLOAT, '-'), (PTQ, '--')):
             if of[name] is not None:  # not with --no-eval-origin, --no-eval-ptq
                 axes.axhline(of[name], linestyle=style, color=colour, alpha=0.6, label=f'{part}{name} {of[name]:.4f}')
@@ -84,19 +93,19 @@ class RunTable:
             *(f'{part} dB' for part in self.parts),
         )
 
-    def against_float(self, found: dict[str, Any] | None) -> list[str]:
+    def against_float(self, found: Change | None) -> list[str]:
         """Format a difference of AP from the float model in points, with chance; '-' if unknown."""
         if not found:
             return ['-'] * (1 + self.columns.masks)
         return [in_points(part) for part in boxes_and_masks(found)]
 
-    def row(self, *stages: Stage | None, against: dict[str, Any] | None = None) -> list[str]:
+    def row(self, *stages: Stage | None, against: Change | None = None) -> list[str]:
         """Format a model, or the mean of several; `against`: its difference from the float model, where it is not the stage's own."""
         known = [stage for stage in stages if stage] or [Stage()]
         scores = map(_mean, zip(*(self.columns.values(stage.metrics) for stage in known)))
         sqnr = [_mean([(stage.sqnr or {}).get(part) for stage in known]) for part in self.parts]
-        decibels = ['-' if value is None else f'{value:.1f}' for value in sqnr]
-        return [*four_digits(scores), *self.against_float(against or known[0].against_float), *decibels]
+        decibels = [number(value, '.1f') for value in sqnr]
+        return [*map(number, scores), *self.against_float(against or known[0].against_float), *decibels]
 
     def difference(self, after: Stage, before: Stage) -> list[str]:
         """Format the difference of a model from the float model."""
@@ -274,7 +283,7 @@ def write_report(folder: Path, state: State, task: Task, finished: bool = True) 
         paragraphs += ['## Files', '\n'.join(f'- {link(file)}' for file in files)]
     times = escaped(', '.join(f'{what} {seconds:.1f} s' for what, seconds in state.times.items()) or '-')
     paragraphs += ['## Times', times, '## Machine', machine_table(state.machine)]
-    paragraphs += ['## Made by', code(repeated('qat.py', 'quantize', *typed_words(settings, QuantizeConfig)))]
+    paragraphs += ['## Made by', code(repeated('qat.py', 'quantize', *command_words(settings, QuantizeConfig)))]
     paragraphs += closing(settings, QuantizeConfig, state.versions, following if made else None)
     write_document(folder / 'report.md', f'{Path(settings["weights"]).name} in INT8', paragraphs)
 

@@ -17,7 +17,7 @@ from utils.qat.core.errors import QatError
 from utils.qat.core.run_folder import DELIVERED, writing
 from utils.qat.evaluation.chance import RESAMPLES
 from utils.qat.run.state import FORMAT, STATE, State, unfit_state
-from utils.qat.untrusted.json_schema import INDEX, NONE, anything, between, misfit, read_json
+from utils.qat.untrusted.json_schema import INDEX, NONE, anything, between, first_wrong, misfit, read_json
 from utils.qat.untrusted.plain_values import read_values
 
 FREE = ('device', 'workers')  # options that change no result
@@ -96,7 +96,7 @@ def _contradiction(state: State) -> str | None:
     settings, images, epochs, training = state.settings, state.images, state.epochs, state.training
     kinds = {(type(metrics), bool(metrics.mask)) for metrics in state.scored().values()}
     planned = settings['epochs' if state.ptq else 'activation_epochs']
-    contradictions = {
+    places = {
         'settings.dry_run': settings['dry_run'],
         'settings.epochs': state.ptq and not settings['epochs'],
         'ptq': not state.ptq and (settings['activation'] == 'keep' or epochs),
@@ -109,7 +109,7 @@ def _contradiction(state: State) -> str | None:
         'images': ('held out' in images) != (settings['val_split'] > 0),
         'resampled': state.resampled.keys() != images.keys() - {'train'},
     }
-    return next((place for place, wrong in contradictions.items() if wrong), None)
+    return first_wrong(places)
 
 
 def _unlike_resamples(state: State) -> str | None:

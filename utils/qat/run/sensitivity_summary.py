@@ -10,11 +10,11 @@ from utils.qat.config.qat import SensitiveConfig
 from utils.qat.config.settings import closing
 from utils.qat.config.tables import DEFAULT_TARGET, TARGETS, load_target
 from utils.qat.config.tasks import Task
-from utils.qat.core.errors import QatError, one_line
+from utils.qat.core.errors import QatError, reporting
 from utils.qat.core.files import require_file, write_document, write_json, write_picture
 from utils.qat.core.machine import PACKAGES
 from utils.qat.core.text import escaped, image, literal, markdown_table, visible
-from utils.qat.evaluation.chance import RESAMPLES, in_points, in_words
+from utils.qat.evaluation.chance import RESAMPLES, in_points, in_words, points_lost
 from utils.qat.evaluation.metrics import METRICS, DetectionMetrics
 from utils.qat.run.resume import json_kinds
 from utils.qat.untrusted.json_schema import (
@@ -29,11 +29,17 @@ from utils.qat.untrusted.json_schema import (
     SHARE,
     SQNR,
     anything,
+    first_wrong,
     misfit,
     read_json,
 )
 from utils.qat.vendors.vendor import Target
 
+BUDGET = 0.2  # points of AP
+DIVERGENCE = (
+    'Divergence of the results from the float model, without a unit, 0 = the same: estimated, then of ten units measured, '
+    'alone and with all units but this one.'
+)
 FILE, KIND, VERSION = 'summary-sensitive-analysis.json', 'yolov9-qat sensitivity', 2  # since 2 with --activation
 MEASURED = {
     'divergence': NUMBER,
@@ -101,19 +107,13 @@ def _contradiction(summary: dict[str, Any]) -> str | None:
     """Find a place in a valid summary that contradicts another place; None if there is none."""
     units = summary['units']
     names, twins = [u['unit'] for u in units], [path for u in units for path in u['twins']]
-    return next(
-        (
-            place
-            for place, wrong in (
-                ('units', not units or len(set(names)) < len(names)),
-                ('twins', len(set(twins)) < len(twins) or not all(u['twins'] for u in units)),
-                ('settings.target', summary['settings']['target'] not in TARGETS),
-                ('flops', sum(u['flops'] for u in units) > summary['flops']),
-            )
-            if wrong
-        ),
-        None,
-    )
+    places = {
+        'units': not units or len(set(names)) < len(names),
+        'twins': len(set(twins)) < len(twins) or not all(u['twins'] for u in units),
+        'settings.target': summary['settings']['target'] not in TARGETS,
+        'flops': sum(u['flops'] for u in units) > summary['flops'],
+    }
+    return first_wrong(places)
 
 
 def read_summary(
@@ -132,7 +132,7 @@ def read_summary(
     """
     again = f'write it with: python qat.py sensitive{f" --target {target.name}" * (target.name != DEFAULT_TARGET)}'
     require_file(path, '--sensitive', ('.json',))
-    try:
+    with reporting(f'--sensitive {path}: no summary of a sensitivity analysis', ValueError, remedy=again, most=100):
         summary = read_json(path)
         if wrong := misfit(summary, {'kind': str, 'version': INDEX, str: anything}):
             raise ValueError(wrong)
@@ -140,8 +140,6 @@ def read_summary(
             raise QatError(f'--sensitive {path}: a summary of another kind or version; {again}')
         if wrong := misfit(summary, SUMMARY) or _contradiction(summary):
             raise ValueError(f'{wrong} is not what it writes')
-    except ValueError as e:
-        raise QatError(f'--sensitive {path}: no summary of a sensitivity analysis ({one_line(e, 100)}); {again}') from e
     made_for = load_target(summary['settings']['target'])
     if not made_for.places_as(target):
         raise QatError(
@@ -176,40 +174,58 @@ def worst(summary: dict[str, Any]) -> list[dict[str, Any]]:
     return sorted(summary['units'], key=lambda u: -u['distortion'])
 
 
+def options_for(summary: dict[str, Any]) -> list[object]:
+    """Choose the options of `quantize` with which units stay, or none: [] if the images show no loss."""
+    whole = summary['int8'].get('against_float')
+    if whole is None:  # without AP there is no budget
+        return ['--sensitive', FILE, '--keep-float', 1]
+    lost = points_lost(whole)
+    return ['--sensitive', FILE, '--max-drop', min(BUDGET, int(50 * lost) / 100)] if lost > 0 else []
+
+
+def nothing_lost(summary: dict[str, Any]) -> str:
+    """Say that no unit has to stay; '' if one has, or if AP was not measured."""
+    needed = options_for(summary)
+    return (
+        ''
+        if needed
+        else f'On these images all units {change_in(summary)} lose nothing beyond chance: none has to stay.'
+    )
+
+
 def summary_table(summary: dict[str, Any], task: Task, limit: int | None = None) -> str:
     """Format the units of the largest distortion, at most `limit`, the measured ones first, as a Markdown table."""
+    in_int8 = change_in(summary) == 'in INT8'
 
     def gain(unit: dict[str, Any]) -> str:
         found = (unit['measured'] or {}).get('without', {}).get('against_int8')
         return in_points(found) if found else '-'
 
-    def number(unit: dict[str, Any], way: str) -> str:
-        return f'{unit["measured"][way]["divergence"]:.5f}' if unit['measured'] else '-'
+    def measured(unit: dict[str, Any], way: str) -> str:
+        return f'{unit["measured"][way]["divergence"]:.2g}' if unit['measured'] else '-'
 
     rows = [
         [
             u['unit'],
             u['kind'],
-            f'{u["flops"] / summary["flops"]:.1%}',
-            f'{u["estimated"]["only"]:.5f}',
-            number(u, 'only'),
-            number(u, 'without'),
+            f'{100 * u["flops"] / summary["flops"]:.1f}',
+            f'{u["estimated"]["only"]:.2g}',
+            measured(u, 'only'),
+            measured(u, 'without'),
             gain(u),
         ]
         for u in sorted(worst(summary), key=lambda u: limit is not None and not u['measured'])[:limit]
     ]
-    return markdown_table(
-        (
-            'unit',
-            'kind',
-            'FLOPs' if change_in(summary) == 'in INT8' else 'values',
-            f'only it {change_in(summary)}, estimated',
-            'measured',
-            'all but it',
-            f'{task.metrics.choosing()[1]} points if {"float" if change_in(summary) == "in INT8" else "as it was"}',
-        ),
-        rows,
+    titles = (
+        'unit',
+        'kind',
+        f'{"FLOPs" if in_int8 else "values"} (%)',
+        f'divergence, only it {change_in(summary)}',
+        'measured',
+        'all but it',
+        f'{task.metrics.choosing()[1]} if {"float" if in_int8 else "as it was"} (points)',
     )
+    return f'{markdown_table(titles, rows)}\n\n{DIVERGENCE}'
 
 
 def write_summary(folder: Path, summary: dict[str, Any], task: Task, following: str) -> None:
@@ -220,7 +236,7 @@ def write_summary(folder: Path, summary: dict[str, Any], task: Task, following: 
     lines = [
         f'{len(summary["units"])} units ({settings["granularity"]}), {summary["images"]} images '
         f'{task.seen_as(settings["imgsz"], True)}. Divergence of the {task.found} from '
-        f"the float model's with all {change_in(summary)}: {summary['int8']['divergence']:.5f}."
+        f"the float model's with all {change_in(summary)}: {summary['int8']['divergence']:.2g}."
     ]
     if key in summary['int8']:
         masks = 'mask' in summary['int8']
@@ -240,14 +256,14 @@ def write_summary(folder: Path, summary: dict[str, Any], task: Task, following: 
         else ''
     )
     headline = (
-        f'{first["unit"]} costs most: alone {change_in(summary)} it changes the {task.found} by {first["distortion"]:.5f}, all units together by '
-        f'{whole["divergence"]:.5f}{cost}.'
+        f'{first["unit"]} costs most: alone {change_in(summary)} it changes the {task.found} by {first["distortion"]:.2g}, all units together by '
+        f'{whole["divergence"]:.2g}{cost}.'
     )
     write_document(
         folder / 'sensitivity.md',
         f'Sensitivity of {summary["weights"]}',
         [
-            f'**{escaped(headline)}**',
+            f'**{escaped(" ".join(filter(None, (headline, nothing_lost(summary)))))}**',
             '\n'.join(lines),
             summary_table(summary, task),
             image('distortion of each unit', 'sensitivity.png'),

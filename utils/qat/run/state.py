@@ -14,7 +14,7 @@ import numpy as np
 
 from utils.qat.core.errors import QatError
 from utils.qat.core.machine import PACKAGES
-from utils.qat.evaluation.chance import difference, difference_of_merit
+from utils.qat.evaluation.chance import Change, difference, difference_of_merit
 from utils.qat.evaluation.metrics import METRICS, Metrics, from_json
 from utils.qat.untrusted.json_schema import AGAINST, CALIBRATION, COUNT, NONE, NUMBER, POSITIVE, SECONDS, SQNR, anything
 
@@ -33,7 +33,7 @@ class Stage:
     file: str = ''  # in the folder; '' of the float model
     epoch: int | None = None  # of the fine-tuning, from 1; of the best model 0 = calibrated
     loss: float | None = None  # of the last epoch that it learnt
-    against_float: Any = None  # see chance.difference
+    against_float: Change | None = None
     sqnr: dict[str, float] | None = None  # of each part of the head's outputs, in dB
 
     def to_json(self) -> dict[str, Any]:
@@ -56,7 +56,7 @@ def kept(kind: Any, **default: Any) -> Any:
     return field(metadata={'kind': kind}, **default)
 
 
-def _file(value: Any) -> bool:
+def _file(value: object) -> bool:
     """Tell whether a value is the path of a checkpoint in the folder."""
     return type(value) is str and NAMED.fullmatch(value) is not None and not value.startswith('weights/.')
 
@@ -146,21 +146,21 @@ class State:
         return EPOCH.format(best.epoch) if best.epoch else PTQ, best, self.chosen_on
 
     @property
-    def gain(self) -> dict[str, Any] | None:
+    def gain(self) -> Change | None:
         """Compare the best model with PTQ; None if one of the two is not scored."""
         name, _, images = self.delivered()
         of = self.resampled[images]
         return difference_of_merit(of[PTQ], of[name]) if self.best and PTQ in of else None
 
     @property
-    def against_adapted(self) -> dict[str, Any] | None:
+    def against_adapted(self) -> Change | None:
         """Compare the delivered model with the adapted one, of which it was quantized; None if one of the two is not scored."""
         name, _, images = self.delivered()
         of = self.resampled[images]
         return difference(of[ADAPTED], of[name]) if ADAPTED in of and name in of else None
 
     @property
-    def last_epochs(self) -> dict[str, Any] | None:
+    def last_epochs(self) -> Change | None:
         """Compare the mean AP of the last epochs with the float model; None if there are fewer than LAST."""
         of, number = self.resampled[self.chosen_on], len(self.epochs)
         if FLOAT not in of or number < LAST:
@@ -193,7 +193,7 @@ class State:
         }
 
 
-def _plain(value: Any) -> Any:
+def _plain(value: object) -> Any:
     """Make plain values of a stage, of stages in a list and of stages in a dict."""
     if isinstance(value, dict):
         return {key: _plain(part) for key, part in value.items()}

@@ -59,7 +59,7 @@ class Classification(Task):
         from utils.qat.data.loaders import labelled_images
         from utils.qat.data.other_classifiers import class_images
 
-        if not model.ours:
+        if not model.by_toolkit:
             return Labelled(class_images(config, imgsz, model), model.names, config.mean, config.std)
         data = self.load_data(Path(config.data or ''), model)
         return Labelled(labelled_images(data, config, model, imgsz), model.names, MEAN, STD)
@@ -117,7 +117,7 @@ class Classification(Task):
 
         return ClassScorer(names)
 
-    def found_in(self, outputs: Any, shape: tuple[int, ...], *settings: Any) -> Any:
+    def postprocess(self, outputs: Any, shape: tuple[int, ...], *settings: Any) -> Any:
         return outputs
 
     def comparing(self) -> Any:

@@ -100,7 +100,7 @@ class Detection(Task):
 
         return Scorer(names, categories)
 
-    def found_in(self, outputs: Any, shape: tuple[int, ...], *settings: Any) -> Any:
+    def postprocess(self, outputs: Any, shape: tuple[int, ...], *settings: Any) -> Any:
         from utils.qat.backends.detections import detect
 
         return detect(outputs, shape, *settings)

@@ -12,7 +12,7 @@ A kind says which values fit. It is one of
 
 import json
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +38,7 @@ SQNR = {str: DECIBELS}
 CALIBRATION = {'method': str, 'biases?': str, 'divergence': {str: NUMBER}}
 
 
-def misfit(value: Any, kind: Any, place: str = '') -> str | None:
+def misfit(value: object, kind: object, place: str = '') -> str | None:
     """Find the first part of a value of JSON, at `place` in its file, that is not of its kind; for kinds see the head of this file.
 
     Returns its place, such as 'epochs[2].ap'; None if everything fits.
@@ -64,7 +64,12 @@ def _wrong(value: Any, kind: Any) -> str | None:
     return None if (type(value) is kind if isinstance(kind, type) else kind(value)) else ''
 
 
-def _shown(key: Any) -> str:
+def first_wrong(places: Mapping[str, object]) -> str | None:
+    """Return the first place that contradicts another; None if there is none. places: place → whether it does."""
+    return next((place for place, wrong in places.items() if wrong), None)
+
+
+def _shown(key: object) -> str:
     return ascii(key)[1:-1][:60] if type(key) is str else '?'
 
 
@@ -79,16 +84,16 @@ def _items(value: dict, kind: dict) -> Iterator[tuple[Any, Any, Any]]:
         yield key, part, named.get(key, other) if type(key) is str else _never
 
 
-def _never(value: Any) -> bool:
+def _never(value: object) -> bool:
     return False
 
 
-def anything(value: Any) -> bool:
+def anything(value: object) -> bool:
     """Accept any value: the kind of a value that is not checked."""
     return True
 
 
-def read_json(file: Path, kind: Any = anything) -> Any:
+def read_json(file: Path, kind: object = anything) -> Any:
     """Read a JSON file. kind: expected content, see the head of this file.
 
     Raises ValueError if it is no JSON, no file, or of another kind, and OSError if it cannot be read.

@@ -55,7 +55,7 @@ NOT_CALLED = frozenset(
 )
 
 
-def require_network(content: Any, source: str) -> None:
+def require_network(content: object, source: str) -> None:
     """Raise QatError unless upstream can build the network without running or opening anything that the file names.
 
     content: of a YAML file, or of the model in a checkpoint. source: the file or flag, for the message.
@@ -89,18 +89,18 @@ def _is_plain(content: Any) -> bool:
 
     A part that occurs twice, or inside itself, is checked once.
     """
-    waiting, seen = [content], set()
+    waiting, visited = [content], set()
     while waiting:
         value = waiting.pop()
-        if id(value) not in seen and type(value) in (dict, list):
-            seen.add(id(value))
+        if id(value) not in visited and type(value) in (dict, list):
+            visited.add(id(value))
             waiting += [*value, *value.values()] if type(value) is dict else value
         elif type(value) not in (dict, list, str, int, float, bool, type(None)):
             return False
     return True
 
 
-def _is_activation(text: Any) -> bool:
+def _is_activation(text: object) -> bool:
     """Tell whether it is an activation as YOLOv9 writes it: nn.SiLU(), nn.LeakyReLU(0.1), nn.ReLU(inplace=True)."""
     if not text:
         return text is None
@@ -134,7 +134,7 @@ SETTINGS: dict[str, tuple[Any, str]] = {  # key → (kind of the allowed values,
 }
 
 
-def _wrong_row(source: Any, repeats: Any, name: Any, arguments: list) -> str | None:
+def _wrong_row(source: object, repeats: object, name: object, arguments: list) -> str | None:
     """Return what is wrong with a row, in words; None if nothing is."""
     if not (LAYER(source) or items(LAYER, 1, LENGTH)(source)):
         return f'{_shown(source)} is no layer to read from, nor a list of such'
@@ -162,7 +162,7 @@ def _wrong_row(source: Any, repeats: Any, name: Any, arguments: list) -> str | N
     return None if len(arguments) <= LENGTH else f'more than {LENGTH} arguments'
 
 
-def _shown(value: Any) -> str:
+def _shown(value: object) -> str:
     return repr(value)[:60]
 
 
@@ -188,7 +188,7 @@ def _wrong_layer(name: str) -> str | None:
     return f'{name} calls {min(called)}, which no layer needs' if called else None
 
 
-def _names_used(function: Any) -> Iterator[str]:
+def _names_used(function: object) -> Iterator[str]:
     """Yield the names that a function, and the functions defined in it, use."""
     waiting = [getattr(function, '__code__', None)]
     while waiting:

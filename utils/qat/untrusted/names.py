@@ -22,7 +22,7 @@ def is_name(name: str) -> bool:
     return len(name) <= LONGEST and is_printable(name)
 
 
-def class_names(names: Any, source: str) -> dict[int, str]:
+def class_names(names: object, source: str) -> dict[int, str]:
     """Check the names of classes, a list or a map from 0..n-1, and return them by index. source: the file or flag, for messages.
 
     Raises QatError if `names` is something else, or a name is too long or not printable: labels.txt has one name on each line, so a

@@ -57,7 +57,7 @@ class Values:
         self.storages: dict[Any, torch.Tensor] = {}
         self.count = 0  # values so far
 
-    def value(self, record: Any) -> Any:
+    def value(self, record: object) -> Any:
         """Build a value from a record of torch_archive, or a plain value.
 
         Raises Refused if the value is not on the list of this file, is damaged, or is too large.
@@ -235,7 +235,7 @@ def array_state(values: Values, call: Call) -> Any:
     return call.state
 
 
-def _plain(value: Any) -> Any:
+def _plain(value: object) -> Any:
     """Return a scalar; refuse text that is not Unicode, and integers of more than 64 bits."""
     if type(value) is int and value.bit_length() > 64:
         raise Refused('it has a whole number of more than 64 bits')
@@ -249,7 +249,7 @@ def _plain(value: Any) -> Any:
     return value
 
 
-def _count(value: Any) -> int:
+def _count(value: object) -> int:
     if type(value) is not int or not 0 <= value < 2**48:
         raise ValueError
     return value
@@ -259,7 +259,7 @@ def _shown(name: Name) -> str:
     return name.text if len(name.text) <= 80 else f'{name.text[:77]}...'
 
 
-def is_empty(record: Any) -> bool:
+def is_empty(record: object) -> bool:
     """Tell whether a record is an empty OrderedDict: the hooks of an object that has none."""
     return (
         type(record) is Call
@@ -268,7 +268,7 @@ def is_empty(record: Any) -> bool:
     )
 
 
-def _require_no_hooks(record: Any) -> None:
+def _require_no_hooks(record: object) -> None:
     if not is_empty(record):
         raise Refused('it has a tensor with hooks, which are code')
 

@@ -8,12 +8,9 @@ are left out. No pickle is read.
 A package is native code, so no check can make it data: see vendors/pytorch/aoti.py.
 """
 
-from __future__ import annotations
-
 import io
 import json
 import re
-import struct
 import zipfile
 from collections.abc import Sequence
 from pathlib import Path
@@ -21,7 +18,7 @@ from typing import Any
 
 from utils.qat.core.errors import QatError
 from utils.qat.core.files import require_file
-from utils.qat.untrusted.torch_archive import Refused, plain_archive
+from utils.qat.untrusted.torch_archive import DAMAGED, Refused, plain_archive
 
 MEMBERS = re.compile(
     r'[^/]+/(archive_format|archive_version|version|byteorder|\.data/(version|serialization_id)|models/model\.json|'
@@ -84,7 +81,7 @@ def read_program(path: str | Path, flag: str = '--weights') -> tuple[dict[str, b
             for tensor in config['config'].values():  # each must be plain bytes in a member
                 if tensor['use_pickle'] is not False or tensor['path_name'] not in files:
                     raise Refused('a tensor in it is a pickle, or is not there')
-            _check_texts(config)
+            _require_texts(config)
             members[name] = json.dumps(config).encode()
         members[GRAPH] = json.dumps(_checked_graph(_json(members[GRAPH]))).encode()
         return {name: part for name, part in members.items() if name not in (METADATA, SAMPLES)}, metadata
@@ -93,7 +90,7 @@ def read_program(path: str | Path, flag: str = '--weights') -> tuple[dict[str, b
     # all errors that JSON of another form can raise
     except (KeyError, TypeError, AttributeError, IndexError, ValueError, RecursionError) as e:
         raise QatError(f'{flag} {path}: not loaded: its graph is damaged ({type(e).__name__}); {AGAIN}') from e
-    except (zipfile.BadZipFile, NotImplementedError, struct.error, EOFError) as e:
+    except DAMAGED as e:
         raise QatError(f'{flag} {path}: no exported program (or cut short): {e or type(e).__name__}; {AGAIN}') from e
 
 
@@ -132,21 +129,21 @@ def _checked_graph(program: Any) -> Any:
             raise Refused(f'its graph has {name[:80]!r}, which is not on the list of operators')
     if graph['custom_obj_values']:
         raise Refused('its graph has objects that are no tensors')
-    _check_texts(program)
+    _require_texts(program)
     return program
 
 
-def _check_texts(value: Any, key: str = '') -> None:
+def _require_texts(value: object, key: str = '') -> None:
     """Check all text in a value of JSON, found under `key`; Refused for text that is no name."""
     if isinstance(value, dict):
         if found := REFUSED & value.keys():
             raise Refused(f'it has {min(found)}, which none of our programs has')
         for name, part in value.items():
-            _check_texts(name)
-            _check_texts(part, name)
+            _require_texts(name)
+            _require_texts(part, name)
     elif isinstance(value, list):
         for part in value:
-            _check_texts(part, key)
+            _require_texts(part, key)
     elif isinstance(value, str):
         known = _spec(value) if key in SPECS else (EXPRESSION if key == 'expr_str' else TEXT).fullmatch(value)
         if not known:

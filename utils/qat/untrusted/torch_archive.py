@@ -46,6 +46,10 @@ class Refused(Exception):
     """The error for a file that is damaged, or needs more than our files do. The message continues the file's name."""
 
 
+# What readers of an archive raise for a damaged one; NotImplementedError: another version of zip
+DAMAGED = Refused, zipfile.BadZipFile, NotImplementedError, struct.error, UnicodeDecodeError, ValueError, EOFError
+
+
 class Name:
     """A class or function that the pickle names: 'module.qualified name'."""
 
@@ -140,7 +144,7 @@ class _Machine(pickle._Unpickler):  # the one written in Python: the one in C ha
         self.names.add(f'{module}.{name}')
         return Name(f'{module}.{name}')
 
-    def persistent_load(self, key: Any) -> Stored:
+    def persistent_load(self, key: object) -> Stored:
         """Keep the key of data beside the pickle."""
         return Stored(key)
 
@@ -237,8 +241,7 @@ def read_archive(path: str | Path, flag: str = '--weights') -> Archive:
         return Archive(record, names, members, digest)
     except Refused as e:
         raise QatError(f'{flag} {path}: not loaded: {e}') from e
-    # NotImplementedError: another version of zip
-    except (zipfile.BadZipFile, NotImplementedError, struct.error, UnicodeDecodeError, ValueError, EOFError) as e:
+    except DAMAGED as e:
         raise QatError(f'{flag} {path}: not a PyTorch checkpoint (or cut short): {e or type(e).__name__}') from e
 
 

@@ -10,7 +10,7 @@ import torch
 import torchvision
 from torch import nn
 
-from utils.qat.core.errors import QatError, one_line
+from utils.qat.core.errors import QatError, reporting
 from utils.qat.core.files import is_network
 from utils.qat.core.log import LOGGER
 from utils.qat.untrusted.torch_archive import AGAIN
@@ -25,7 +25,7 @@ def network_of(weights: Path) -> str | None:
     return next((name for name in reversed(known) if re.fullmatch(rf'{name}([-_.].*)?', weights.name)), None)
 
 
-def network_with(state: Any, weights: Path) -> nn.Module:
+def network_with(state: object, weights: Path) -> nn.Module:
     """Build the network of a file of weights, with its class names. `state` has the tensors by name.
 
     Raises QatError if they are not of the network with which the name of the file starts.
@@ -36,12 +36,8 @@ def network_with(state: Any, weights: Path) -> nn.Module:
         raise QatError(f'--weights {weights}: holds other things than the tensors of {name}, whose name it begins with')
     classes = next((len(v) for v in reversed(list(state.values())) if v.dim()), 0)
     model: nn.Module = torchvision.models.get_model(name, weights=None, num_classes=classes or 1000)
-    try:
+    with reporting(f'--weights {weights}: these weights are not of {name}, whose name it begins with', RuntimeError):
         model.load_state_dict(dict(state))
-    except RuntimeError as e:
-        raise QatError(
-            f'--weights {weights}: these weights are not of {name}, whose name it begins with ({one_line(e, 150)})'
-        ) from e
     names = known.meta['categories']
     model.names = names if len(names) == classes else [str(i) for i in range(classes)]
     return model
@@ -66,7 +62,7 @@ def old_state(weights: Path) -> Any:
         return None
 
 
-def fetched(network: Path, folder: Path | None = None) -> Path:
+def fetch(network: Path, folder: Path | None = None) -> Path:
     """Return the file of a network's pretrained weights; download it if it is missing. The path of a file is returned as it is.
 
     `folder` is for the download; None = torchvision's cache. Raises QatError if there is no such network, or its weights cannot be
@@ -84,14 +80,11 @@ def fetched(network: Path, folder: Path | None = None) -> Path:
     if kept.is_file():
         return kept
     file = folder / kept.name if folder else kept
-    try:
+    problem = f'--weights {network}: no such file, and the pretrained weights of torchvision cannot be fetched'
+    remedy = f'fetch {url} elsewhere and give that file'
+    with reporting(problem, URLError, OSError, RuntimeError, remedy=remedy, most=100):
         file.parent.mkdir(parents=True, exist_ok=True)
         # the name has the start of the SHA-256, which is checked before the file gets this name
         torch.hub.download_url_to_file(url, str(file), file.stem.rpartition('-')[2], progress=False)
-    except (URLError, OSError, RuntimeError) as e:
-        raise QatError(
-            f'--weights {network}: no such file, and the pretrained weights of torchvision cannot be fetched '
-            f'({one_line(e, 100)}); fetch {url} elsewhere and give that file'
-        ) from e
     LOGGER.info(f'{name} of torchvision: {url} -> {file}')
     return file

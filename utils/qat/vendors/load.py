@@ -1,7 +1,5 @@
 """Load the code of a vendor by the names of the tables. Whoever imports this file depends on all rooms: tests/unit/test_imports.py."""
 
-from __future__ import annotations
-
 from importlib import import_module
 from pathlib import Path
 

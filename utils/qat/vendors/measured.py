@@ -5,8 +5,6 @@ be the current one, and the caller waits for it (ONNX Runtime waits by itself). 
 engine reads them.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property

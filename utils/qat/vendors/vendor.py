@@ -12,6 +12,10 @@ from typing import Literal
 from utils.qat.core.errors import QatError
 
 SIMULATED = 'INT8 simulated'  # types of a computation in float that rounds to INT8: its time says nothing about INT8
+FRIGATE = (  # a line of Target.clients
+    'model: {{model_type: yolo-generic, input_tensor: nchw, input_dtype: float, width: {width}, height: {height}, '
+    'path: /config/model_cache/{name}}}'
+)
 NMS = tuple('topk_all iou_thres conf_thres class_agnostic nms mask_resolution pooler_scale sampling_ratio'.split())
 
 
@@ -45,6 +49,8 @@ class Target:
     in_openvino: str = ''  # a clause: the drawback of a detector's file in OpenVINO; '' for none
     in_openvino_classes: str = ''  # likewise for a classifier's file
     simulated_in: tuple[str, ...] = ()  # backends that compute INT8 convolutions of its files in float
+    engine: str = ''  # suffix of the engine that is built of its file where it runs; '' if it runs the file itself
+    clients: tuple[str, ...] = ()  # lines that run a detector's {file}, of {height} and {width}, in other programs
     multiple: int = 1  # its INT8 kernels want widths that are a multiple of this, see graph/padding.py
 
     def places_as(self, other: Target) -> bool:
@@ -82,7 +88,7 @@ class FileKind:
     """A kind of file that is written."""
 
     suffix: str  # of the file's name, after the stem of the weights
-    module: str  # has FORMAT, a formats.format.Format
+    module: str  # has FORMAT, a formats.format.Format; MODULE:NAME if that is not its name
     options: tuple[str, ...] = ()  # settings of ExportConfig that only some kinds have
 
 

@@ -4,8 +4,6 @@ A file is data: its operators are LiteRT's own, and a file with custom operators
 in a process apart, whose crash is the file's fault.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os
@@ -22,7 +20,7 @@ import torch
 from typing_extensions import override
 
 from utils.qat.core.command import run_apart
-from utils.qat.core.errors import QatError, one_line
+from utils.qat.core.errors import QatError, reporting
 from utils.qat.vendors.measured import Measured, ModelFile, OpenInputs
 from utils.qat.vendors.session import Session, Signature
 
@@ -49,10 +47,8 @@ except Exception as e:
 
 def load_litert(who: str) -> Any:
     """Import LiteRT's interpreter; raise QatError if it is not installed. who: the file or flag that needs it."""
-    try:
+    with reporting(f'{who}: no package ai-edge-litert that can be loaded here', ImportError, remedy=INSTALL):
         from ai_edge_litert import interpreter
-    except ImportError as e:
-        raise QatError(f'{who}: no package ai-edge-litert that can be loaded here ({e}); {INSTALL}') from e
     return interpreter
 
 
@@ -170,17 +166,13 @@ class LiteRT(Session):
         """Write images FP32 [B, 3, H, W] to the input."""
         self.size = images.shape[:1:-1]
         images = images.permute(0, 2, 3, 1) if self.channels_last else images
-        try:
+        with reporting(f'{self.file}: LiteRT cannot run it', ValueError):
             self.model.set_tensor(self.inputs[0]['index'], _stored(images.cpu(), self.inputs[0]))
-        except ValueError as e:
-            raise QatError(f'{self.file}: LiteRT cannot run it: {one_line(e)}') from e
 
     def invoke(self) -> None:
         """Run the file on the images of `give`."""
-        try:
+        with reporting(f'{self.file}: LiteRT cannot run it', RuntimeError):
             self.model.invoke()
-        except RuntimeError as e:
-            raise QatError(f'{self.file}: LiteRT cannot run it: {one_line(e)}') from e
 
     def compute(self) -> dict[str, torch.Tensor]:
         """Compute the outputs for the images of `give`, see `run`."""

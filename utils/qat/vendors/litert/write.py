@@ -4,8 +4,6 @@ A quantized model has PyTorch's quantize and dequantize operators (decomposed.py
 same scales. Images are [B, H, W, 3], and boxes relative to the image, as Ultralytics' package expects them.
 """
 
-from __future__ import annotations
-
 import json
 import zipfile
 from collections.abc import Mapping, Sequence
@@ -21,11 +19,11 @@ from typing_extensions import override
 
 from models.deploy.agreement import Reference, metadata_of, traceable_copy
 from models.deploy.decomposed import GriddedWeight, RoundedActivation, on_integers
-from models.deploy.formats.format import Export, Format, Written, size_of
+from models.deploy.formats.format import Export, Format, Written
 from models.quantize.quantizers import named_quantizers
 from utils.qat.backends.pytorch import task_of
 from utils.qat.config.tables import load_target
-from utils.qat.core.errors import QatError
+from utils.qat.core.errors import QatError, reporting
 from utils.qat.core.files import atomic
 from utils.qat.vendors.litert.session import INSTALL, METADATA, load_litert, without_native_messages
 from utils.qat.vendors.load import open_file
@@ -73,13 +71,12 @@ class OnChannelsLast(nn.Module):
 
 def load_converter(who: str) -> Any:
     """Import litert-torch; raise QatError if it cannot be loaded. who: the flag that needs it."""
-    try:
-        with without_native_messages():
-            import litert_torch
-            import litert_torch.quantize.pt2e_quantizer
-            import litert_torch.quantize.quant_config
-    except Exception as e:  # its parts for another PyTorch raise whatever they met
-        raise QatError(f'{who}: no package litert-torch that can be loaded here ({str(e)[:100]}); {INSTALL}') from e
+    problem = f'{who}: no package litert-torch that can be loaded here'
+    # its parts for another PyTorch raise whatever they met
+    with reporting(problem, Exception, remedy=INSTALL, most=100), without_native_messages():
+        import litert_torch
+        import litert_torch.quantize.pt2e_quantizer
+        import litert_torch.quantize.quant_config
     return litert_torch
 
 
@@ -141,13 +138,7 @@ class LiteRTFormat(Format):
             append_metadata(tmp, metadata)
             opened = open_file(tmp, CPU, 'litert')
             agreement = reference.require_agreement(opened(reference.images), 'LiteRT', 'FP32')
-        size = ' x '.join(map(str, config.imgsz))
-        lines = [
-            f'-> {path}, {size_of(path)}: batch {config.batch_size}, images of {size}',
-            *filter(None, ['; '.join(opened.notes)]),
-            f'LiteRT against PyTorch: {agreement}',
-        ]
-        return Written({self.name: path}, lines)
+        return self.report(export, path, 'LiteRT file', agreement, *opened.notes)
 
 
 FORMAT = LiteRTFormat()

@@ -13,7 +13,7 @@ from typing_extensions import (
 )  # torch requires this package, so it is installed; typing has it from Python 3.12
 
 from utils.qat.config.export import PLUGIN
-from utils.qat.core.errors import QatError, one_line
+from utils.qat.core.errors import QatError, one_line, reporting
 from utils.qat.core.machine import onnx_options
 from utils.qat.graph.onnx_file import require_bounded
 from utils.qat.vendors.measured import Conditions, Measured, Measurement
@@ -61,13 +61,12 @@ def onnx_session(
 
 def run_graph(model: onnx.ModelProto, values: Mapping[str, torch.Tensor]) -> list[torch.Tensor]:
     """Run a new graph on the CPU, Q and DQ as written. values: name of an input → tensor. Raises QatError if ONNX Runtime cannot."""
-    try:
+    with reporting(
+        'ONNX Runtime cannot run the exported graph', Exception, most=300
+    ):  # its errors share no public base
         session = onnx_session(model.SerializeToString())
-        return list(
-            map(torch.from_numpy, session.run(None, {name: value.cpu().numpy() for name, value in values.items()}))
-        )
-    except Exception as e:  # onnxruntime's exceptions share no public base class
-        raise QatError(f'ONNX Runtime cannot run the exported graph: {one_line(e, 300)}') from e
+        found = session.run(None, {name: value.cpu().numpy() for name, value in values.items()})
+        return list(map(torch.from_numpy, found))
 
 
 class OnnxRuntime(Session):
@@ -103,15 +102,12 @@ class OnnxRuntime(Session):
 
     @override
     def signature(self) -> Signature:
-        try:
+        problem = f'{self.file}: its metadata, or names of its inputs and outputs, are not UTF-8'
+        with reporting(problem, UnicodeDecodeError, remedy='export it with export_qat.py'):
             inputs, outputs = (
                 {v.name: v.shape for v in values} for values in (self.session.get_inputs(), self.session.get_outputs())
             )
             return Signature(inputs, outputs, self.session.get_modelmeta().custom_metadata_map)
-        except UnicodeDecodeError as e:
-            raise QatError(
-                f'{self.file}: its metadata, or names of its inputs and outputs, are not UTF-8 ({e}); export it with export_qat.py'
-            ) from e
 
     @override
     def run(self, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:

@@ -12,7 +12,7 @@ convolution; otherwise it is a kernel of its own (docs/classification.md).
 Q/DQ that repeat a scale are dropped when a file is read or written for OpenVINO (model.py).
 """
 
-from utils.qat.vendors.vendor import NMS, Backend, FileKind, Target, Vendor
+from utils.qat.vendors.vendor import FRIGATE, NMS, Backend, FileKind, Target, Vendor
 
 FILES = '.onnx', '.xml'
 
@@ -29,11 +29,18 @@ VENDOR = Vendor(
         activation='polynomial',
         gains_by=('polynomial', 'relu'),
         simulated_in=('onnxruntime',),
+        clients=(
+            '# C++: docs/cpp.md',
+            'build/yolov9_openvino --model {file} --input IMAGES',
+            '# Frigate, for a model without masks: copy the .xml and its .bin there; docs/other-programs.md',
+            'detectors: {{own: {{type: openvino}}}}',
+            FRIGATE,
+        ),
         only_here='TensorRT reads no unsigned INT8, which stands behind ReLU',
     ),
     {'openvino': Backend('OpenVINO', f'{__name__}.session', FILES, FILES)},
     {
         'openvino': FileKind('.xml', f'{__name__}.write'),
-        'openvino_end2end': FileKind('-end2end.xml', f'{__name__}.write_end2end', NMS),
+        'openvino_end2end': FileKind('-end2end.xml', f'{__name__}.write:END2END', NMS),
     },
 )

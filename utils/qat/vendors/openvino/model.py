@@ -5,8 +5,10 @@ The Q/DQ of an .onnx file are rewritten on the way, see `for_openvino`.
 
 from __future__ import annotations
 
+import contextlib
 import re
 import sys
+from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 from types import ModuleType
@@ -15,7 +17,7 @@ from typing import TYPE_CHECKING
 import onnx
 
 from utils.qat.config.export import PLUGIN
-from utils.qat.core.errors import QatError, naming
+from utils.qat.core.errors import QatError, naming, reporting
 from utils.qat.graph.onnx_file import load
 from utils.qat.graph.onnx_graph import count_qdq
 from utils.qat.graph.passes import store_int8_weights
@@ -32,10 +34,9 @@ HEADER_BYTES = 4096  # that contain this start
 def load_openvino(who: str = 'OpenVINO') -> ModuleType:
     """Import OpenVINO without its telemetry, which would write an id to the home folder and report each import."""
     sys.modules['openvino_telemetry'] = None  # type: ignore[assignment]  # makes it look uninstalled
-    try:
+    problem = f'{who}: no package openvino that can be loaded here'
+    with reporting(problem, ImportError, remedy='./install_dependencies.sh'):
         import openvino
-    except ImportError as e:
-        raise QatError(f'{who}: no package openvino that can be loaded here ({e}); ./install_dependencies.sh') from e
     return openvino
 
 
@@ -49,10 +50,14 @@ def one_core() -> openvino.Core:
     return load_openvino().Core()
 
 
-def reason(error: Exception) -> str:
-    """Return an error of OpenVINO as one line, without source locations."""
-    text = re.sub(r"(Exception from|Check '.*' failed at) src/\S+:\d+:?", '', str(error))
-    return ' '.join(text.split())[:300] or type(error).__name__
+@contextlib.contextmanager
+def refusing(file: Path, what: str, remedy: str = '') -> Iterator[None]:
+    """Raise errors of OpenVINO in the block as a QatError, see `reporting`, without source locations. what: what it cannot do."""
+    with reporting(f'{file}: OpenVINO cannot {what}', RuntimeError, remedy=remedy, most=300):
+        try:
+            yield
+        except RuntimeError as e:
+            raise RuntimeError(re.sub(r"(Exception from|Check '.*' failed at) src/\S+:\d+:?", '', str(e))) from e
 
 
 def read_model(file: Path) -> openvino.Model:
@@ -60,12 +65,8 @@ def read_model(file: Path) -> openvino.Model:
     load_openvino(str(file))
     if file.suffix.lower() == '.onnx':
         return _from_onnx(load(file), file)
-    try:
+    with refusing(file, 'read it', 'write it again with export_qat.py --include openvino'):
         model = one_core().read_model(_whole(file))
-    except RuntimeError as e:
-        raise QatError(
-            f'{file}: OpenVINO cannot read it: {reason(e)}; write it again with export_qat.py --include openvino'
-        ) from e
     for kind, ports in (('input', model.inputs), ('output', model.outputs)):
         for number, port in enumerate(ports):
             if not port.get_names():
@@ -81,10 +82,8 @@ def _from_onnx(model: onnx.ModelProto, file: Path) -> openvino.Model:
         )
     with naming(file):
         source = for_openvino(model).SerializeToString()
-    try:
+    with refusing(file, 'read it', 'export it with export_qat.py'):
         found = one_core().read_model(source)
-    except RuntimeError as e:
-        raise QatError(f'{file}: OpenVINO cannot read it: {reason(e)}; export it with export_qat.py') from e
     for port, output in zip(found.outputs, model.graph.output):
         port.get_tensor().set_names({output.name})  # drops other names, of nodes
     return found
@@ -97,10 +96,8 @@ def _whole(file: Path) -> Path:
             raise QatError(
                 f"{file}: no model of OpenVINO's (it does not begin with <net>); write one with export_qat.py --include openvino"
             )
-    try:
+    with reporting(f'{file}: not UTF-8', UnicodeDecodeError, remedy='write it again with export_qat.py'):
         file.read_text(encoding='utf-8')
-    except UnicodeDecodeError as e:
-        raise QatError(f'{file}: not UTF-8, from byte {e.start} on; write it again with export_qat.py') from e
     weights = file.with_suffix('.bin')
     if not weights.is_file():
         raise QatError(
@@ -116,7 +113,16 @@ def metadata(model: openvino.Model) -> dict[str, str]:
 
 
 def write_ir(model: onnx.ModelProto, file: Path) -> None:
-    """Write an ONNX graph as OpenVINO's .xml, and a .bin beside it, with weights in INT8 where they are quantized."""
+    """Write an ONNX graph as OpenVINO's .xml, and a .bin beside it, with weights in INT8 where they are quantized.
+
+    Raises OSError if the disk does not take them; OpenVINO's own error has no reason.
+    """
     openvino = load_openvino(str(file))
     model = store_int8_weights(model) if any(count_qdq(model)) else model
-    openvino.serialize(_from_onnx(model, file), str(file), str(file.with_suffix('.bin')))
+    weights = file.with_suffix('.bin')
+    try:
+        openvino.serialize(_from_onnx(model, file), str(file), str(weights))
+    except RuntimeError as e:
+        if 'iostream' in str(e):
+            weights.write_bytes(bytes(model.ByteSize()))  # fails likewise, with the reason
+        raise

@@ -12,10 +12,9 @@ import numpy as np
 import torch
 from typing_extensions import override
 
-from utils.qat.core.errors import QatError
 from utils.qat.vendors.measured import Conditions, Measured, Measurement, ModelFile, OpenInputs, input_type
 from utils.qat.vendors.openvino.layers import Int8Layers, layers_of, quantized_convs, run_layers
-from utils.qat.vendors.openvino.model import load_openvino, metadata, one_core, read_model, reason
+from utils.qat.vendors.openvino.model import load_openvino, metadata, one_core, read_model, refusing
 from utils.qat.vendors.session import Session, Signature, padded_note
 
 if TYPE_CHECKING:
@@ -154,24 +153,18 @@ class OpenVINO(Session):
     def compile(self, purpose: str) -> openvino.CompiledModel:
         """Compile the model for self.shapes. purpose: LATENCY, a query at a time, or THROUGHPUT, several in streams."""
         model = self.model
-        try:
+        sizes = ', '.join(f'{name} {list(shape)}' for name, shape in self.shapes.items())
+        with refusing(self.file, f'compile it for {sizes}', 'export it with export_qat.py'):
             if model.is_dynamic():
                 model = model.clone()
                 model.reshape(dict(self.shapes))
             return one_core().compile_model(model, 'CPU', {'PERFORMANCE_HINT': purpose, **self.settings})
-        except RuntimeError as e:
-            raise QatError(
-                f'{self.file}: OpenVINO cannot compile it for {", ".join(f"{n} {list(s)}" for n, s in self.shapes.items())}: '
-                f'{reason(e)}; export it with export_qat.py'
-            ) from e
 
     def infer(self, arrays: dict[str, np.ndarray]) -> None:
         """Run once, on arrays of the shapes that the model is compiled for."""
-        try:
+        with refusing(self.file, 'run it'):
             self.request.start_async(arrays, share_inputs=True)
             self.request.wait()
-        except RuntimeError as e:
-            raise QatError(f'{self.file}: OpenVINO cannot run it: {reason(e)}') from e
 
 
 class MeasuredOpenVINO(Measured):

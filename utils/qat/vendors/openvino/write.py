@@ -15,8 +15,6 @@ one .bin can serve two .xml files. The pair goes through these states, one renam
 MODEL_openvino_model/ has a copy of them, and metadata.yaml: the form that Ultralytics' package loads.
 """
 
-from __future__ import annotations
-
 import ast
 import contextlib
 import os
@@ -31,15 +29,19 @@ import torch
 import yaml
 from typing_extensions import override
 
-from models.deploy.agreement import Reference
+from models.deploy.agreement import Reference, made_images
 from models.deploy.formats.format import Export, Format, Written, size_of
 from models.deploy.formats.onnx import FORMAT as ONNX
 from models.deploy.formats.onnx import typed_half
+from models.deploy.formats.onnx_end2end import FORMAT as ONNX_END2END
+from models.deploy.formats.onnx_end2end import made_predictions, nms_part, require_detections
 from utils.qat.backends.file_model import FileModel
+from utils.qat.config.export import PLUGIN
+from utils.qat.core.errors import QatError
 from utils.qat.core.files import MADE_BY, atomic, write_text
 from utils.qat.core.log import LOGGER
 from utils.qat.graph.onnx_graph import shape_of
-from utils.qat.vendors.openvino.model import load_openvino, write_ir
+from utils.qat.vendors.openvino.model import load_openvino, one_core, write_ir
 from utils.qat.vendors.openvino.session import OVERFLOW, OpenVINO
 
 ALIGNED = 4096  # bytes; weights begin at a multiple of it
@@ -174,4 +176,41 @@ class OpenVINOFormat(Format):
         reference.require_agreement(found, 'OpenVINO', 'FP16' if typed_half(export) else 'FP32')
 
 
-FORMAT = OpenVINOFormat()
+class OpenVINOEnd2end(OpenVINOFormat):
+    """MODEL-end2end.xml and MODEL-end2end.bin, which return detections: they run once, and NMS on made predictions is torchvision's."""
+
+    name = 'openvino_end2end'
+    source = ONNX_END2END
+
+    @override
+    def require(self, export: Export) -> None:
+        config, task = export.config, export.predict.task
+        if config.nms == 'plugin':
+            raise QatError(f'--nms plugin: {PLUGIN}, which TensorRT alone has; OpenVINO takes --nms standard')
+        if not task.boxes:
+            raise QatError(f'--include {self.name}: NMS is for detectors, and {config.weights} is {task.title}')
+        super().require(export)
+
+    @override
+    def paths(self, export: Export, path: Path) -> list[Path]:
+        return [path, path.with_suffix('.bin')]
+
+    @override
+    def write(self, export: Export, path: Path) -> Written:
+        return self.converted(export, path)
+
+    @override
+    def compare(self, session: OpenVINO, export: Export, source: onnx.ModelProto) -> None:
+        nms, pooling = export.nms
+        outputs = onnx.load(export.written['onnx'].path, load_external_data=False).graph.output
+        batch, _, *imgsz = shape_of(source.graph.input[0])
+        FileModel(session)(made_images(batch, imgsz))
+        made = made_predictions(nms, max(imgsz), *map(shape_of, outputs))
+        names = [o.name for o in outputs]
+        part = one_core().read_model(nms_part(source, names).SerializeToString())
+        compiled = one_core().compile_model(part, 'CPU', session.settings)
+        found = compiled(dict(zip(names, (t.numpy() for t in made))))
+        require_detections([torch.from_numpy(found[port]) for port in compiled.outputs], made, nms, pooling, 'OpenVINO')
+
+
+FORMAT, END2END = OpenVINOFormat(), OpenVINOEnd2end()

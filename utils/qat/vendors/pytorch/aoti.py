@@ -5,20 +5,17 @@ PyTorch and this CPU's instructions is loaded. This finds mistakes, not malice, 
 aoti (session.require_named).
 """
 
-from __future__ import annotations
-
 import re
-import struct
 import zipfile
 from pathlib import Path
 
 import torch
 from typing_extensions import override
 
-from utils.qat.core.errors import QatError, one_line
+from utils.qat.core.errors import QatError, reporting
 from utils.qat.core.machine import instruction_flags
 from utils.qat.untrusted.program_archive import is_package, read_metadata
-from utils.qat.untrusted.torch_archive import Refused, plain_archive
+from utils.qat.untrusted.torch_archive import DAMAGED, plain_archive
 from utils.qat.vendors.measured import Measured, ModelFile
 from utils.qat.vendors.pytorch.pt2 import Pt2, described, image_shape
 
@@ -35,24 +32,12 @@ def package_metadata(file: Path) -> dict[str, str]:
     Raises:
         QatError: the file is no such package, or is damaged.
     """
-    try:
+    with reporting(f'--weights {file}: no package of AOTInductor, or cut short', *DAMAGED, remedy=AGAIN):
         parts = plain_archive(file, MEMBERS, 'archive_format')  # not compressed, so its stated sizes are true
         found = [part for name, part in parts.items() if PART.fullmatch(name)]
         if not found:
             raise zipfile.BadZipFile('no metadata inside')
         return read_metadata(bytes(found[0]))
-    except (
-        Refused,
-        zipfile.BadZipFile,
-        NotImplementedError,
-        UnicodeDecodeError,
-        ValueError,
-        EOFError,
-        struct.error,
-    ) as e:
-        raise QatError(
-            f'--weights {file}: no package of AOTInductor (or cut short): {e or type(e).__name__}; {AGAIN}'
-        ) from e
 
 
 def compiled_layers(file: Path) -> tuple[int, int]:
@@ -100,13 +85,11 @@ class AotPackage(Pt2):
         self.metadata = package_metadata(file)
         require_match(file, self.metadata, device)
         self.shape = image_shape(self.metadata, file)
-        try:
+        with reporting(f'{file}: PyTorch cannot load it', RuntimeError, remedy=AGAIN):
             # Not torch._inductor.aoti_load_package, which compiles a test program. Single-threaded, so that a CUDA graph can capture it.
             self.loader = torch._C._aoti.AOTIModelPackageLoader(
                 str(file), 'model', True, 1, device.index or 0 if device.type == 'cuda' else -1
             )
-        except RuntimeError as e:
-            raise QatError(f'{file}: PyTorch cannot load it: {one_line(e)}; {AGAIN}') from e
 
     @property
     @override

@@ -1,7 +1,5 @@
 """PyTorch, operator by operator."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import torch

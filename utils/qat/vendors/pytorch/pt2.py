@@ -1,7 +1,5 @@
 """torch.export: .pt2 files with an exported program, which PyTorch runs operator by operator."""
 
-from __future__ import annotations
-
 import logging
 from abc import abstractmethod
 from collections.abc import Mapping
@@ -11,7 +9,7 @@ from pathlib import Path
 import torch
 from typing_extensions import override
 
-from utils.qat.core.errors import QatError, one_line
+from utils.qat.core.errors import QatError, one_line, reporting
 from utils.qat.untrusted.program_archive import archive_of, is_package, read_program
 from utils.qat.vendors.measured import Measured, ModelFile
 from utils.qat.vendors.session import Session, Signature
@@ -84,13 +82,9 @@ class Pt2(Session):
                 f'{self.file}: takes images [{batch or "any"}, 3, {height}, {width}], not {list(images.shape)}; give --imgsz '
                 f'{height} {width}, or export it with another --imgsz'
             )
-        with (
-            torch.cuda.nvtx.range('run {}', self.file.name) if self.device.type == 'cuda' else nullcontext()
-        ):  # docs/cpp.md
-            try:
-                return dict(zip(OUTPUTS, self.call(images.to(self.device))))
-            except RuntimeError as e:
-                raise QatError(f'{self.file}: cannot be run: {one_line(e)}') from e
+        named = torch.cuda.nvtx.range('run {}', self.file.name) if self.device.type == 'cuda' else nullcontext()
+        with named, reporting(f'{self.file}: cannot be run', RuntimeError):  # the range: docs/cpp.md
+            return dict(zip(OUTPUTS, self.call(images.to(self.device))))
 
 
 class ExportedProgram(Pt2):

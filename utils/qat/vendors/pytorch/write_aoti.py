@@ -8,8 +8,6 @@ INT8 convolution for GPUs.
 The compiler writes to a temporary folder, which is removed when the process ends.
 """
 
-from __future__ import annotations
-
 import contextlib
 import importlib
 import logging
@@ -29,7 +27,7 @@ from models.deploy.formats.format import Export, Written
 from utils.qat.backends.file_model import FileModel
 from utils.qat.config.export import ExportConfig
 from utils.qat.core.command import run_apart
-from utils.qat.core.errors import QatError, one_line
+from utils.qat.core.errors import QatError, reporting
 from utils.qat.core.files import atomic
 from utils.qat.core.log import LOGGER
 from utils.qat.core.machine import instruction_flags
@@ -79,12 +77,10 @@ def require_compiler(device: torch.device, quantized: bool, half: bool) -> None:
     if not any(shutil.which(name) for name in (os.environ.get('CXX', ''), 'g++', 'clang++') if name):
         raise QatError('--include aoti: no C++ compiler, which AOTInductor needs (apt install g++; or set CXX)')
     if quantized:
-        try:
+        problem = '--include aoti: INT8 needs torchao, which cannot be loaded here'
+        # an extension of torchao for another PyTorch raises whatever it met
+        with reporting(problem, Exception, remedy='pip install torchao', most=100):
             importlib.import_module(PATTERNS)
-        except Exception as e:  # an extension of torchao for another PyTorch raises whatever it met
-            raise QatError(
-                f'--include aoti: INT8 needs torchao, which cannot be loaded here ({str(e)[:100]}); pip install torchao'
-            ) from e
 
 
 def _require_loading(package: Path, device: torch.device) -> None:
@@ -111,15 +107,16 @@ def _compile(
     model: nn.Module, images: torch.Tensor, config: ExportConfig, metadata: dict[str, str], path: Path
 ) -> None:
     """Compile a model of `on_integers` to a package. Raises QatError if the compiler refuses it."""
-    with _own_cache():
-        try:
-            torch._inductor.aoti_compile_and_package(
-                trace(model, images, config.half, config.dynamic),
-                package_path=str(path),
-                inductor_configs={'freezing': True, 'aot_inductor.metadata': metadata},
-            )
-        except (RuntimeError, torch._dynamo.exc.UserError) as e:
-            raise QatError(f'--include aoti: AOTInductor cannot compile the model: {one_line(e, 300)}') from e
+    problem, errors = (
+        '--include aoti: AOTInductor cannot compile the model',
+        (RuntimeError, torch._dynamo.exc.UserError),
+    )
+    with _own_cache(), reporting(problem, *errors, most=300):
+        torch._inductor.aoti_compile_and_package(
+            trace(model, images, config.half, config.dynamic),
+            package_path=str(path),
+            inductor_configs={'freezing': True, 'aot_inductor.metadata': metadata},
+        )
 
 
 class AotiFormat(Pt2Format):

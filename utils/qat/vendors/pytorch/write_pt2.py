@@ -4,8 +4,6 @@ A quantized model becomes a graph with PyTorch's quantize and dequantize operato
 float graph. Inputs, outputs and metadata are those of the ONNX file.
 """
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 
@@ -13,12 +11,11 @@ import torch
 import torch.nn as nn
 from typing_extensions import override
 
-from models.deploy.agreement import Agreement, Reference, metadata_of
+from models.deploy.agreement import Reference, metadata_of
 from models.deploy.decomposed import on_integers
-from models.deploy.formats.format import Export, Format, Written, size_of
+from models.deploy.formats.format import Export, Format, Written
 from models.quantize.network import head_of
-from utils.qat.config.tables import BACKENDS
-from utils.qat.core.errors import QatError, one_line
+from utils.qat.core.errors import QatError, reporting
 from utils.qat.core.files import atomic
 from utils.qat.vendors.load import open_file
 from utils.qat.vendors.pytorch.pt2 import require_pt2
@@ -109,29 +106,14 @@ class Pt2Format(Format):
         config = export.config
         reference = reference_of(export)
         images = reference.images
-        try:
+        with reporting('torch.export cannot trace the model', torch._dynamo.exc.UserError):
             program = trace(on_integers(reference.traced), images, config.half, config.dynamic)
-        except torch._dynamo.exc.UserError as e:
-            raise QatError(f'torch.export cannot trace the model: {one_line(e)}') from e
         with atomic(path) as tmp:
             metadata = json.dumps(package_metadata(export, images))
             torch.export.save(program, tmp, extra_files={'metadata.json': metadata})
             ours, typing = open_file(tmp, images.device, 'pt2')(images), 'FP16' if config.half else 'FP32'
             agreement = reference.require_agreement(ours, 'torch.export', typing)
         return self.report(export, path, 'exported program', agreement)
-
-    def report(self, export: Export, path: Path, kind: str, agreement: Agreement, *more: str) -> Written:
-        """Report the file. kind: what it is, in words; more: lines about it."""
-        takes = 'any batch' if export.config.dynamic else f'batch {export.config.batch_size}'
-        size = ' x '.join(map(str, export.config.imgsz))
-        return Written(
-            {self.name: path},
-            [
-                f'-> {path}, {size_of(path)}: {kind}, {takes}, images of {size}',
-                *more,
-                f'{BACKENDS[self.name].title} against PyTorch: {agreement}',
-            ],
-        )
 
 
 FORMAT = Pt2Format()

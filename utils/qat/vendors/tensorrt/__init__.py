@@ -11,6 +11,13 @@ VENDOR = Vendor(
     Target(
         'tensorrt',
         'TensorRT',
+        engine='.engine',
+        clients=(
+            '# C++: docs/cpp.md',
+            'build/yolov9_tensorrt --model {file} --input IMAGES',
+            '# DeepStream; for Triton and NMS inside: docs/deploy.md',
+            'python export_yoloV9.py -w {checkpoint} -s {height} {width} --dynamic',
+        ),
         multiple=32,
         simulated_in=('onnxruntime',),
         in_openvino='the outputs of the head are in float, which costs OpenVINO up to 2 % more time',

@@ -49,7 +49,7 @@ def to_half(model: ModelProto) -> ModelProto:
     del model.graph.value_info[:]
     model.CopyFrom(_infer(model))
     onnx.checker.check_model(model, full_check=True)
-    _check_qdq(model, qdq)
+    _require_qdq(model, qdq)
     return model
 
 
@@ -129,7 +129,7 @@ def _to_fp16(tensor: TensorProto, name: str) -> TensorProto:
     return numpy_helper.from_array(values.astype(np.float16), name)
 
 
-def _check_scale(node: NodeProto, scale: np.ndarray) -> None:
+def _require_scale(node: NodeProto, scale: np.ndarray) -> None:
     """Raise QatError unless `scale` stays positive and precise in FP16. TensorRT refuses 0."""
     bad = scale[~((scale >= SMALLEST_NORMAL) & (scale <= LARGEST))]
     if bad.size:
@@ -163,7 +163,7 @@ def _retype(model: ModelProto, features: Mapping[str, set[int]], types: Mapping[
     for node in graph.node:
         positions = features.get(node.output[0], ())
         if positions and node.op_type in ('QuantizeLinear', 'DequantizeLinear'):
-            _check_scale(node, values[node.input[1]])
+            _require_scale(node, values[node.input[1]])
         for i, name in enumerate(node.input):
             if i in positions and name not in halves:
                 node.input[i] = convert(name, HALF)
@@ -191,7 +191,7 @@ def _retype(model: ModelProto, features: Mapping[str, set[int]], types: Mapping[
             graph.initializer.remove(stored[name])
 
 
-def _check_qdq(model: ModelProto, qdq: tuple[int, int]) -> None:
+def _require_qdq(model: ModelProto, qdq: tuple[int, int]) -> None:
     """Raise QatError unless the numbers of Q and DQ are `qdq`, and no Cast separates a pair that TensorRT fuses."""
     made_by, read_by = producers(model), readers(model)
     parted = [

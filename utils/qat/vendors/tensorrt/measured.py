@@ -5,8 +5,6 @@ sweeps with trtexec: the builder chooses kernels for one shape, and an engine fo
 shapes for which it was not optimized.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -17,7 +15,7 @@ from utils.qat.config.deploy import BuildConfig
 from utils.qat.core.errors import QatError
 from utils.qat.vendors.measured import Conditions, Measured, Measurement, ModelFile, OpenInputs, fixed_batch
 from utils.qat.vendors.tensorrt.engine.api import load_tensorrt, product
-from utils.qat.vendors.tensorrt.engine.side_by_side import build_engines, jobs_here
+from utils.qat.vendors.tensorrt.engine.build import build_engines, jobs_here
 from utils.qat.vendors.tensorrt.engine.sidecar import read_sidecar, require_fit, this_gpu
 from utils.qat.vendors.tensorrt.session import TensorRT
 

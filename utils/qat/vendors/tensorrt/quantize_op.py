@@ -9,8 +9,6 @@ ModelOpt defines the operator, and Torch-TensorRT converts it to Q/DQ with scale
 - ModelOpt's `export_torch_mode` affects only its own quantizers. `QuantizeOps` switches ours.
 """
 
-from __future__ import annotations
-
 import operator
 import warnings
 from collections.abc import Sequence

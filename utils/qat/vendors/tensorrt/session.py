@@ -81,14 +81,13 @@ class TensorRT(Session):
         self.engine = self.runtime.deserialize_cuda_engine(file.read_bytes())
         if self.engine is None:
             raise QatError(
-                f'{file}: {product(self.trt)} cannot load it ({"; ".join(self.log.errors[:1]) or "no reason given"}); build it '
-                'again here: scripts/generate_trt_engine.sh'
+                f'{file}: {product(self.trt)} cannot load it ({self.log.reason()}); build it again here: '
+                'scripts/generate_trt_engine.sh'
             )
         self.context = self.engine.create_execution_context()
         if self.context is None:
             raise QatError(
-                f'{file}: no memory for it on {device} ({"; ".join(self.log.errors[:1])}); end other processes, or build it '
-                'for a smaller batch'
+                f'{file}: no memory for it on {device} ({self.log.reason()}); end other processes, or build it for a smaller batch'
             )
         self.stream = torch.cuda.Stream(device)
         self.inputs: dict[str, tuple[tuple[int, ...], ...]] = {}
@@ -188,9 +187,7 @@ class TensorRT(Session):
 
     def _execute(self) -> None:
         if not self.context.execute_async_v3(self.stream.cuda_stream):
-            raise QatError(
-                f'{self.file}: the engine did not run ({"; ".join(self.log.errors[-1:]) or "no reason given"})'
-            )
+            raise QatError(f'{self.file}: the engine did not run ({self.log.reason(-1)})')
 
     def layers(self) -> dict[str, Any]:
         """Ask the engine inspector for the layer information, which draw_engine.py reads."""

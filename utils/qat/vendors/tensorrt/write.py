@@ -4,8 +4,6 @@ The interfaces are those of torch-tensorrt 2.10 to 2.14 (sources read: dynamo/_c
 strongly typed by default, from 2.13 on always (TensorRT 11). So the types of the program are the precisions of the engine.
 """
 
-from __future__ import annotations
-
 import zipfile
 from collections.abc import Callable, Sequence
 from importlib.util import find_spec
@@ -20,7 +18,7 @@ from models.deploy.agreement import Reference, metadata_of
 from models.deploy.formats.format import Export, Format, Written, size_of
 from utils.qat.config.export import TORCH_TENSORRT_FILES
 from utils.qat.core.command import command
-from utils.qat.core.errors import QatError, check, one_line
+from utils.qat.core.errors import QatError, one_line, refuse, reporting
 from utils.qat.core.files import MADE_BY, atomic
 from utils.qat.core.log import LOGGER
 from utils.qat.vendors.load import open_file
@@ -59,12 +57,11 @@ def load_torch_tensorrt(device: torch.device) -> ModuleType:
         raise QatError(
             f'{FLAG}: its builder needs an NVIDIA GPU, and this is --device {device}; give a number: --device 0'
         )
-    try:
+    # both raise plain exceptions at import
+    with reporting(f'{FLAG}: torch_tensorrt cannot be loaded here', Exception, remedy=get):
         import modelopt.torch.quantization  # noqa: F401  # defines tensorrt::quantize_op
         import torch_tensorrt
         from modelopt.torch.quantization.extensions import get_cuda_ext
-    except Exception as e:  # both raise plain exceptions at import
-        raise QatError(f'{FLAG}: torch_tensorrt cannot be loaded here ({one_line(e)}); {get}') from e
     if tuple(map(int, torch_tensorrt.__version__.split('.')[:2])) < OLDEST:
         raise QatError(
             f'{FLAG}: Torch-TensorRT {torch_tensorrt.__version__} is installed; at least {".".join(map(str, OLDEST))} is needed: {get}'
@@ -123,7 +120,7 @@ class TorchTensorRTFormat(Format):
     def require(self, export: Export) -> None:
         config = export.config
         alone = list(config.files) == [self.name]
-        check(
+        refuse(
             [
                 (
                     config.dynamic and config.batch_size == 1,

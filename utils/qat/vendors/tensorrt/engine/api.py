@@ -14,6 +14,7 @@ from enum import Enum
 from types import ModuleType
 from typing import Any
 
+from utils.qat.config.export import OPSETS
 from utils.qat.config.tables import BACKENDS
 from utils.qat.core.errors import QatError, one_line
 from utils.qat.core.log import LOGGER
@@ -86,6 +87,12 @@ def load_tensorrt(backend: str = 'tensorrt', flag: str = 'TensorRT') -> ModuleTy
     )
 
 
+def reads() -> int:
+    """Return the newest --trt that the installed TensorRT reads. Raises QatError if there is none."""
+    major = int(load_tensorrt().__version__.split('.')[0])
+    return max(version for version in OPSETS if version <= major)
+
+
 def find_trtexec() -> str | None:
     """Find the path of trtexec on the PATH and in PLACES; None if it is not installed."""
     return shutil.which('trtexec') or shutil.which('trtexec', path=os.pathsep.join(PLACES))
@@ -131,13 +138,16 @@ def can_build() -> bool:
 def logger(trt: Any, say: Callable[[str], object]) -> Any:
     """Make a trt.ILogger that sends warnings to `say`, line by line, and information to the log of --verbose.
 
-    Its list `errors` keeps error messages for the exception that follows.
+    Its list `errors` keeps error messages, and `reason` gives one for the exception that follows.
     """
 
     class Log(trt.ILogger):
         def __init__(self) -> None:
             trt.ILogger.__init__(self)
             self.errors: list[str] = []
+
+        def reason(self, which: int = 0) -> str:
+            return self.errors[which] if self.errors else 'no reason given'
 
         def log(self, severity: Any, message: str) -> None:
             if severity <= trt.ILogger.Severity.ERROR:

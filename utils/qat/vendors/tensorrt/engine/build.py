@@ -1,17 +1,27 @@
-"""ONNX → engine, by the Python API of TensorRT's builder, with a sidecar that describes the engine.
+"""ONNX → engine, with a sidecar that describes it: by the Python API of TensorRT's builder, by NVIDIA's program trtexec, or several at a time.
 
-It also writes a timing cache, which the next build reuses. TensorRT-RTX builds without a GPU.
+A build also writes a timing cache, which the next one reuses. TensorRT-RTX builds without a GPU. The flags of trtexec depend on its
+version: 8.6 and 10 choose precisions by flags; 11 has no such flags, and its defaults for measurements are those needed here.
 """
 
+import subprocess
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from functools import partial
+from multiprocessing import get_context
+from pathlib import Path
 from typing import Any
+
+import torch
 
 from utils.qat.config.deploy import BuildConfig
 from utils.qat.core.errors import QatError
 from utils.qat.core.files import atomic
 from utils.qat.core.log import LOGGER
+from utils.qat.core.machine import usable_cores
 from utils.qat.vendors.tensorrt.engine.api import (
     Capability,
     capabilities,
@@ -24,6 +34,10 @@ from utils.qat.vendors.tensorrt.engine.plan import Plan
 from utils.qat.vendors.tensorrt.engine.sidecar import write_sidecar
 
 MIB = 1 << 20
+# On one H100 (TensorRT 10.6) three builds of YOLOv9-t at a time took 767 to 1,086 s, and 200 to 350 s each alone: each times its kernels on the GPU
+# that they share. Builds of level 0 time none: 52 s alone, 84 s eight at a time. Not threads of one process: TensorRT's lock and Python's wait for
+# each other.
+FAST_JOBS = 8
 
 
 class EngineFromOnnx:
@@ -86,7 +100,7 @@ class EngineFromOnnx:
     def _complaint(self, parser: Any) -> str:
         """Give the parser's first error, with the name of its node."""
         if not parser.num_errors:
-            return '; '.join(self.log.errors[:1]) or 'no reason given'
+            return self.log.reason()
         error = parser.get_error(0)
         if Capability.NODE_NAMES in self.can and error.node_name():
             node = f'{error.node_name()} ({error.node_operator()})'
@@ -126,8 +140,98 @@ class EngineFromOnnx:
             if monitor.interrupted:
                 raise KeyboardInterrupt
         if engine is None:  # by the last error: earlier ones need not end a build
-            raise QatError(
-                f'{self.config.onnx}: {self.product} could not build an engine: '
-                f'{"; ".join(self.log.errors[-1:]) or "no reason given"}'
-            )
+            raise QatError(f'{self.config.onnx}: {self.product} could not build an engine: {self.log.reason(-1)}')
         return bytes(engine)
+
+
+def arguments(
+    plan: Plan, major: int, layer: Path | None = None, profile: Path | None = None, tuning: Sequence[str] = ()
+) -> list[str]:
+    """List the arguments of trtexec for a build.
+
+    layer, profile: JSON files for a measurement of its layers; None = none. tuning: arguments of a search, which runs every engine.
+    """
+    config = plan.config
+    args = [
+        f'--onnx={config.onnx}',
+        f'--saveEngine={config.engine}',
+        f'--timingCacheFile={config.timing_cache}',
+        f'--memPoolSize=workspace:{config.workspace}',
+        '--profilingVerbosity=detailed',
+    ]
+    if major < 11:
+        args += [{'FP16': '--fp16', 'INT8': '--int8'}[flag] for flag in plan.builder]
+        args += ['--stronglyTyped'] * ('STRONGLY_TYPED' in plan.network)
+    if config.level is not None:
+        args.append(f'--builderOptimizationLevel={config.level}')
+    if plan.dynamic:
+        for which, number in (('min', 0), ('opt', 1), ('max', 2)):
+            shapes = (f'{name}:{"x".join(map(str, shapes[number]))}' for name, shapes in plan.shapes.items())
+            args.append(f'--{which}Shapes={",".join(shapes)}')
+    if layer is None:
+        return [*args, *(tuning or ['--skipInference'])]
+    # the defaults of trtexec 11, which warns if they are given
+    return [
+        *args,
+        f'--exportLayerInfo={layer}',
+        f'--exportProfile={profile}',
+        *(['--useCudaGraph', '--useSpinWait', '--noDataTransfers', '--separateProfileRun'] if major < 11 else []),
+    ]
+
+
+def build_with_trtexec(
+    trtexec: str,
+    major: int,
+    plan: Plan,
+    progress: Callable[..., Iterable[str]] = iter,
+    layer: Path | None = None,
+    profile: Path | None = None,
+    tuning: Sequence[str] = (),
+) -> dict[str, Any]:
+    """Build the engine plan.config.engine and write its sidecar, whose content is returned; see `arguments`."""
+    config, start = plan.config, time.perf_counter()
+    config.engine.parent.mkdir(parents=True, exist_ok=True)
+    with atomic(config.engine) as tmp:
+        command = [trtexec, *arguments(plan, major, layer, profile, tuning)]
+        command[command.index(f'--saveEngine={config.engine}')] = f'--saveEngine={tmp}'
+        errors = []
+        with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as running:
+            for line in progress(running.stdout):
+                LOGGER.debug(line.rstrip())
+                errors += [line.strip()] * ('[E]' in line)
+        if running.returncode or not Path(tmp).exists():
+            raise QatError(
+                f'{config.onnx}: {trtexec} failed: {errors[-1] if errors else f"exit code {running.returncode}"}'
+            )
+    return write_sidecar(plan, trtexec=' '.join(command), seconds=round(time.perf_counter() - start, 1))
+
+
+def jobs_here(asked: int | None, level: int | None) -> int:
+    """Return the number of builds at a time: as asked, else one, or of level 0 FAST_JOBS, if two CPU cores are there for each."""
+    return asked or (max(1, min(usable_cores() // 2, FAST_JOBS)) if level == 0 else 1)
+
+
+def build_engines(configs: Sequence[BuildConfig], jobs: int, device: torch.device) -> dict[Path, str]:
+    """Build engines on a device, `jobs` at a time, each in a process of its own. Returns engine → reason for those that failed."""
+    with ThreadPoolExecutor(jobs) as pool:
+        failed = pool.map(partial(_failure, device), configs)
+        return {config.engine: why for config, why in zip(configs, failed) if why}
+
+
+def _failure(device: torch.device, config: BuildConfig) -> str:
+    """Build an engine in a process of its own; return why it failed, or ''."""
+    LOGGER.info(f'building {config.engine}')
+    try:
+        with ProcessPoolExecutor(1, get_context('spawn')) as process:
+            process.submit(_build, device, config).result()
+    except QatError as e:
+        return str(e)
+    except BrokenProcessPool:
+        return f'{config.onnx}: the process that built {config.engine} crashed'
+    return ''
+
+
+def _build(device: torch.device, config: BuildConfig) -> None:
+    if device.type == 'cuda':
+        torch.cuda.set_device(device)
+    EngineFromOnnx(config).build()

@@ -12,11 +12,10 @@ import tempfile
 from collections.abc import Iterable, Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
 
 from utils.qat.core.command import run_apart
 from utils.qat.core.errors import QatError
-from utils.qat.core.files import atomic
+from utils.qat.core.files import MADE_BY, atomic
 from utils.qat.core.text import visible
 from utils.qat.vendors.tensorrt.engine.layer_rules import LayerFinding, is_qdq, is_reformat
 from utils.qat.vendors.tensorrt.engine.layer_tables import shape_text, short_name
@@ -29,7 +28,7 @@ FONT = 'DejaVu Sans,Verdana,sans-serif'
 TYPES = ('INT8', 'FP16', 'FP32', 'other')
 
 
-def _quoted(text: Any, read: int = 1) -> str:
+def _quoted(text: object, read: int = 1) -> str:
     """Quote `text` as a string of DOT, for a Graphviz that resolves escapes in it `read` times; line breaks stay."""
     text = visible(text, keep='\n').replace('&', '&amp;')
     return '"' + text.replace('\\', '\\' * 2**read).replace('"', '\\"').replace('\n', '\\n') + '"'
@@ -118,7 +117,7 @@ def dot(engine: Engine, findings: Sequence[LayerFinding], title: str) -> str:
         ]
     lines += [_node(engine, i, [f for f in findings if f.layer is layer]) for i, layer in enumerate(engine.layers)]
     lines += [_edge(engine, *edge) for edge in engine.edges()]
-    return '\n'.join(['digraph engine {', *lines, _legend(), '}', ''])
+    return '\n'.join([f'// {MADE_BY}', 'digraph engine {', *lines, _legend(), '}', ''])
 
 
 def _legend() -> str:

@@ -9,7 +9,7 @@ torch or a GPU. The fields differ between versions, so a missing field of a laye
   11       "I/O Tensors": [{"Name", "IOMode", ...}, ...]; a tensor has "Datatype" and "Format", and a layer "Constants".
 
 Sources: TensorRT's developer guide (Engine Inspector), "Migrating IEngineInspector Usage from TensorRT 10.x to 11.x",
-sampleReporting.cpp of trtexec, and the list of the compiler of TensorRT-RTX 1.7 (tests/engine/test_tensorrt_rtx.py reads it).
+sampleReporting.cpp of trtexec, and the list of the compiler of TensorRT-RTX 1.7 (tests/upstream/engine/test_tensorrt_rtx.py reads it).
 """
 
 import json
@@ -142,7 +142,7 @@ def _load(path: Path, flag: str) -> Any:
         raise QatError(f'{flag} {path}: no JSON, or not all of it{where}; {EXPORT}') from e
 
 
-def _visible(content: Any) -> Any:
+def _visible(content: object) -> Any:
     """Make all text in the content of a JSON file printable: names are printed, drawn and compared with each other."""
     if isinstance(content, dict):
         return {visible(key): _visible(value) for key, value in content.items()}
@@ -159,7 +159,7 @@ def _texts(raw: dict[str, Any], *keys: str) -> list[str]:
     return [raw[key] for key in keys if isinstance(raw.get(key), str)]
 
 
-def _tensor(raw: Any) -> Tensor:
+def _tensor(raw: object) -> Tensor:
     if not isinstance(raw, dict):
         return Tensor(str(raw))
     shape, described = raw.get('Dimensions'), _texts(raw, 'Datatype', 'DataType', 'Format/Datatype', 'Format')

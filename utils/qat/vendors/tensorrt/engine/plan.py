@@ -1,4 +1,4 @@
-"""ONNX file and settings → the plan of a build, for the Python builder (build.py) and for trtexec (trtexec.py).
+"""ONNX file and settings → the plan of a build, for the Python builder and for trtexec; see build.py.
 
 A file with Q/DQ is INT8. A file with FP16 inside is strongly typed, and is built in its own types. TensorRT 11 and
 TensorRT-RTX build every file in its own types.

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from utils.qat.core.command import command
-from utils.qat.core.errors import QatError, one_line
+from utils.qat.core.errors import QatError, reporting
 from utils.qat.core.files import MADE_BY, sha256, write_json
 from utils.qat.untrusted.json_schema import INDEX, NONE, anything, misfit, read_json
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 VERSION = 1  # of the sidecar's content
 
 
-def _is_shape(value: Any) -> bool:
+def _is_shape(value: object) -> bool:
     return type(value) is list and bool(value) and all(map(INDEX, value))
 
 
@@ -59,7 +59,7 @@ def this_gpu(device: torch.device | None = None) -> dict[str, str] | None:
     }
 
 
-def write_sidecar(plan: Plan, **more: Any) -> dict[str, Any]:
+def write_sidecar(plan: Plan, **more: object) -> dict[str, Any]:
     """Write the sidecar of an engine that was built as planned, with `more` about the build; return its content."""
     config = plan.config
     return write_entries(
@@ -77,7 +77,7 @@ def write_sidecar(plan: Plan, **more: Any) -> dict[str, Any]:
     )
 
 
-def write_entries(engine: Path, product: str, **entries: Any) -> dict[str, Any]:
+def write_entries(engine: Path, product: str, **entries: object) -> dict[str, Any]:
     """Write the sidecar of an engine: its source (`onnx`, or `weights` by Torch-TensorRT), inputs and settings."""
     content = {
         'sidecar': VERSION,
@@ -97,14 +97,12 @@ def read_sidecar(engine: Path) -> dict[str, Any] | None:
     if not file.exists():
         return None
     again = 'delete it, or build the engine again: scripts/generate_trt_engine.sh'
-    try:
+    with reporting(f'{file}: damaged', ValueError, remedy=again, most=150):
         content = read_json(file)
         if type(content) is not dict or content.get('sidecar') != VERSION:
             raise QatError(f'{file}: not written by this version of the tool; {again}')
         if wrong := misfit(content, CONTENT) or _lacking(content):
             raise ValueError(f'{wrong} is missing, or not what it writes')
-    except ValueError as e:
-        raise QatError(f'{file}: damaged ({one_line(e, 150)}); {again}') from e
     return content
 
 

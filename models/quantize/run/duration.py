@@ -1,0 +1,49 @@
+"""How long work takes, said before it begins: an image takes so many passes of the float model, and one is timed."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+
+import torch
+import torch.nn as nn
+
+from models.quantize.run.run import Run
+from utils.qat.config.qat import PRICES
+from utils.qat.core.log import LOGGER
+from utils.qat.core.text import in_words
+
+FEW = 4  # images of a pass that is timed, and passes, of which the fastest counts
+SCORED, CALIBRATED, LEARNT = 1.3, 4.5, 5  # passes of PyTorch for an image
+
+
+def seconds_per_image(model: nn.Module, imgsz: Sequence[int], device: torch.device) -> float:
+    """Time passes of a model over images of height and width `imgsz`."""
+    images, taken = torch.rand(FEW, 3, *imgsz, device=device), []
+    with torch.inference_mode():
+        for _ in range(FEW):
+            start = time.perf_counter()
+            model(images)
+            if images.is_cuda:
+                torch.cuda.synchronize()
+            taken.append(time.perf_counter() - start)
+    return min(taken) / FEW
+
+
+def announce(run: Run) -> None:
+    """Say what is known of a learnt activation function, and on a CPU how long the epochs that are left will take."""
+    config, state = run.config, run.state
+    if run.adaptation and not state.adapted:
+        LOGGER.info(f'--activation {config.activation}: {PRICES[config.activation]}')
+    if run.device.type == 'cuda':
+        return
+    ahead = [
+        ('--activation-epochs', run.adaptation, 0 if state.adapted else config.activation_epochs),
+        ('--epochs', run.training, config.epochs - len(state.epochs)),
+    ]
+    for flag, images, epochs in ahead:
+        if images and epochs:
+            an_image = LEARNT * seconds_per_image(run.model, config.imgsz, run.device)
+            seconds = epochs * an_image * config.batch_size * min(config.iters, len(images))
+            hint = '; --epochs 0, calibration alone, is often enough' * (flag == '--epochs')
+            LOGGER.info(f'{flag} {epochs} will take about {in_words(seconds)} on this CPU{hint}')

@@ -1,0 +1,107 @@
+"""Laws of scale sharing: each quantizer is in one group, a reload keeps it, and the graph needs no requantization."""
+
+from copy import deepcopy
+
+import onnx
+import pytest
+import torch
+from helpers.zoo import build, fuse, image, output, same, settings
+
+from models.deploy.formats.onnx import export_onnx
+from models.quantize.calibration.calibrate import fit_ranges
+from models.quantize.checkpoint import CheckpointFile, save_model
+from models.quantize.convert import quantize_model
+from models.quantize.quantizers import named_quantizers
+from models.quantize.scales import scale_groups, tie_scales
+from utils.qat.config.tables import load_target
+from utils.qat.core.files import sha256
+from utils.qat.graph.onnx_graph import constants
+
+MOVES = set('Concat MaxPool Resize Split Slice Reshape Transpose Unsqueeze Gather'.split())  # Q commutes with these
+
+
+def quantized(name):
+    model = fuse(build(name))
+    quantize_model(model)
+    return model
+
+
+def activations(model):
+    return [n for n, q in named_quantizers(model) if q._axis is None]
+
+
+def test_what_is_known_of_the_blocks():
+    groups = {path: set(g) for g in scale_groups(quantized('demo')) for path in g}
+    elan = 'model.3.'  # RepNCSPELAN4: cv1 -> chunk -> (y0, y1, cv2(y1), cv3(...)) -> cat -> cv4
+    assert groups[f'{elan}cv4.conv.input_quantizer'] >= {
+        f'{elan}cv2.0.cv1.conv.input_quantizer',
+        f'{elan}cv3.0.cv2.conv.input_quantizer',
+    }
+    assert f'{elan}cv1.conv.input_quantizer' not in groups[f'{elan}cv4.conv.input_quantizer'], 'a convolution computes'
+    residual = f'{elan}cv2.0.m.0.'
+    assert groups[f'{residual}add_quantizer'] == {f'{residual}add_quantizer', f'{residual}cv1.conv.input_quantizer'}
+    down = 'model.6.'  # ADown: average pooling computes; then chunk, and MaxPool on one half
+    assert f'{down}cv1.conv.input_quantizer' in groups[f'{down}cv2.conv.input_quantizer']
+    assert f'{down}input_quantizer' not in groups[f'{down}cv2.conv.input_quantizer']
+
+
+def test_equal_poolings_of_one_tensor_share_a_scale(demo):
+    """Layers 3 and 12 of the demo, both AConv, read layer 2; in the file they are one AveragePool."""
+    model = demo.float_model()
+    quantize_model(model)
+    groups = {path: set(g) for g in scale_groups(model) for path in g}
+    assert [model.model[i].f + i if model.model[i].f < 0 else model.model[i].f for i in (3, 12)] == [2, 2]
+    assert groups['model.3.cv1.conv.input_quantizer'] == {
+        'model.3.cv1.conv.input_quantizer',
+        'model.12.cv1.conv.input_quantizer',
+    }
+
+
+def test_what_joins_a_tensor_with_negative_values_is_signed(small):
+    """Layer 5 reads layer 4, behind a ReLU here; layer 9 reads it joined with the values of a SiLU."""
+    model = small.float_model()
+    model.model[4].cv1.act = torch.nn.ReLU()
+    quantize_model(model, target=load_target('openvino'))
+    unsigned = {path for path, q in named_quantizers(model) if q.shifts}
+    mixed = [group for group in tie_scales(model) if 0 < len(unsigned.intersection(group)) < len(group)]
+    assert mixed and not any(model.get_submodule(path).shifts for group in mixed for path in group)
+
+
+@pytest.fixture(scope='module')
+def tied(demo):
+    """The trained demo, tied and calibrated."""
+    model = demo.float_model()
+    quantize_model(model)
+    tie_scales(model)
+    fit_ranges(model, [image(batch=4)], settings())
+    return model
+
+
+def test_sharing_survives_a_reload(tied, demo, tmp_path):
+    save_model(tmp_path / 'tied.pt', tied, {}, sha256(demo.single))
+    again = CheckpointFile(tmp_path / 'tied.pt').load_quantized()[0]
+    assert len(activations(again)) == len(activations(tied)) == len(activations(deepcopy(tied)))
+    assert same(output(again, image()), output(tied, image()))
+
+
+def test_the_graph_asks_every_tensor_for_one_scale(tied, tmp_path):
+    """Not knowing the groups, follow each Q of the ONNX graph back to the node that computes its values."""
+    export_onnx(tied, tmp_path / 'tied.onnx', (64, 64))
+    graph = onnx.load(tmp_path / 'tied.onnx')
+    values, producer = constants(graph), {o: n for n in graph.graph.node for o in n.output}
+
+    def origins(tensor):
+        node = producer.get(tensor)
+        if node is None or node.op_type not in MOVES:
+            return {tensor}
+        if node.op_type == 'Split':  # its outputs are parts of one tensor
+            return origins(node.input[0])
+        return {o for i in node.input if i and i not in values for o in origins(i)}
+
+    scales = {}
+    for node in graph.graph.node:
+        if node.op_type == 'QuantizeLinear' and node.input[0] not in values:
+            for origin in origins(node.input[0]):
+                scales.setdefault(origin, set()).add(values[node.input[1]].tobytes())
+    assert len(scales) > 100
+    assert {o: len(s) for o, s in scales.items() if len(s) > 1} == {}

@@ -1,0 +1,243 @@
+"""`qat.py ship`: steps run once and go on after any end; on a real model the page, the JSON and the verdict fit what was measured."""
+
+import json
+import multiprocessing
+import os
+import re
+import shlex
+import signal
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import yaml
+from helpers.zoo import command, program
+
+from models.deploy.ship import plan as planned
+from models.deploy.ship.plan import Step
+from models.deploy.ship.results import ways
+from models.deploy.ship.steps import STAMPS, Failed, Runner
+from models.deploy.ship.verdict import Outcome, against_int8
+from utils.qat.benchmark.baseline import Gain
+from utils.qat.config.deploy import InferConfig
+from utils.qat.config.export import OPSETS
+from utils.qat.config.settings import read
+from utils.qat.config.ship import ShipConfig
+from utils.qat.config.tables import TARGETS
+from utils.qat.config.tasks import load_task
+from utils.qat.run.state import STATE
+
+# a step: notes that it was called, says a line and a warning, and leaves its result
+SCRIPT = """
+import os, sys, time
+folder, name, how = sys.argv[1:]
+with open(f'{folder}/calls', 'a') as calls:
+    calls.write(f'{name} {how}\\n')
+print('a line')
+print('warning: a warning')
+if how == 'waits':
+    open(f'{folder}/pid', 'w').write(str(os.getpid()))
+    time.sleep(10_000)
+if how == 'fails':
+    sys.exit(3)
+open(f'{folder}/{name}', 'w').close()
+"""
+
+
+@pytest.fixture
+def made(tmp_path):
+    """A function that makes the steps a, b and c; `how` has other words for some of them."""
+    (tmp_path / 'step.py').write_text(SCRIPT)
+
+    def steps(**how):
+        lines = {name: f'python {tmp_path}/step.py {tmp_path} {name} {how.get(name, "-")}' for name in 'abc'}
+        return [Step(name, name, tmp_path / name, 1.0, line) for name, line in lines.items()]
+
+    return steps
+
+
+def run(folder, steps, digest='1', resume=True):
+    """Run steps; return those that were called."""
+    (folder / 'calls').unlink(missing_ok=True)
+    runner = Runner(folder, digest, resume)
+    runner.ahead = list(steps)
+    try:
+        runner.run(steps)
+    finally:
+        called = (folder / 'calls').read_text() if (folder / 'calls').exists() else ''
+    assert runner.done == steps and not runner.ahead
+    return ''.join(line[0] for line in called.splitlines())
+
+
+def test_a_finished_step_does_not_run_again(made, tmp_path):
+    assert run(tmp_path, made(), resume=False) == 'abc'
+    assert run(tmp_path, made()) == ''
+    assert run(tmp_path, made(b='otherwise')) == 'bc', 'what follows a step that ran hangs on it'
+    assert run(tmp_path, made(b='otherwise'), digest='2') == 'abc', 'other images or weights'
+    (tmp_path / 'c').unlink()
+    assert run(tmp_path, made(b='otherwise'), digest='2') == 'c'
+    assert run(tmp_path, made(b='otherwise'), digest='2', resume=False) == 'abc', 'without --resume'
+
+
+@pytest.mark.parametrize('content', ['', '[]', '{"a": 1}', '{"a": {"command": "x", "digest": "1", "seconds": "1"}}'])
+def test_damaged_stamps_are_none(made, tmp_path, content):
+    run(tmp_path, made())
+    (tmp_path / STAMPS).write_text(content)
+    assert run(tmp_path, made()) == 'abc'
+
+
+def test_a_step_that_fails_stops_the_run_and_keeps_what_was_finished(made, tmp_path):
+    with pytest.raises(Failed) as failed:
+        run(tmp_path, made(b='fails'), resume=False)
+    assert 'step.py' in str(failed.value)
+    assert run(tmp_path, made()) == 'bc'
+
+
+def test_a_step_that_keeps_a_state_goes_on_with_it(made, tmp_path):
+    """By --resume, if it was started with the same words."""
+    steps = made(b='fails')
+    with pytest.raises(Failed):
+        run(tmp_path, steps, resume=False)
+    state = tmp_path / STATE
+    state.parent.mkdir()
+    state.touch()
+    with pytest.raises(Failed, match=re.escape(f'qat.py quantize --resume {tmp_path}')):
+        run(tmp_path, steps)
+    assert run(tmp_path, made()) == 'bc', 'other words start over'
+
+
+def test_warnings_are_shown_and_the_rest_is_in_the_log(made, tmp_path, capfd):
+    run(tmp_path, made())
+    out, _ = capfd.readouterr()
+    assert out.count('warning: a warning') == 3 and 'a line' not in out
+
+
+def is_alive(pid):
+    """Whether a process runs; one that has ended may wait for its parent to notice."""
+    try:
+        return Path(f'/proc/{pid}/stat').read_text().rpartition(') ')[2][0] not in 'ZX'
+    except OSError:
+        return False
+
+
+@pytest.mark.skipif(sys.platform != 'linux', reason='prctl')
+def test_killed_it_takes_its_step_along_and_goes_on(made, tmp_path):
+    work = multiprocessing.get_context('fork').Process(
+        target=run, args=(tmp_path, made(b='waits')), kwargs={'resume': False}
+    )
+    work.start()
+    while not ((pid := tmp_path / 'pid').is_file() and pid.read_text()):
+        time.sleep(0.05)
+    step = int(pid.read_text())
+    assert is_alive(step)
+    os.kill(work.pid, signal.SIGKILL)
+    work.join()
+    while is_alive(step):
+        time.sleep(0.05)
+    assert run(tmp_path, made()) == 'bc'
+
+
+# ---- plans ---------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize('engine', TARGETS)
+@pytest.mark.parametrize('trt', OPSETS)
+def test_each_step_is_a_command_that_its_program_takes(engine, trt, tmp_path):
+    """Also of TensorRT, where there is none. What a step reads was named, or an earlier one has left it."""
+    (tmp_path / 'model.pt').touch()
+    config = ShipConfig(
+        tmp_path / 'model.pt',
+        tmp_path,
+        imgsz=(64, 96),
+        for_=engine,
+        epochs=2,
+        batch=3,
+        names_from='data',
+        workers=0,
+        calib_images=5,
+        device='cpu',
+    )
+    folder, numbers = tmp_path / 'run', {'val': 1, 'calibration': 1, 'train': 1}
+    plan = planned.Plan(config, load_task('detect'), numbers, 0.1, 'cpu', trt, '', folder)
+    sensitive = plan.sensitive()
+    steps = [
+        *plan.first(),
+        *plan.quantized('all'),
+        sensitive,
+        *plan.quantized('b', sensitive=sensitive.result, max_drop=1),
+    ]
+    left, results = {config.weights}, [folder / f'{run}/weights/best.pt' for run in ('all', 'b')]
+    told = [line for line in ways(plan, plan.int8_file('all'), results[0]) if line.startswith('python ')]
+    assert len(told) == 2 + (engine == 'tensorrt') and not any('{' in line for line in told)
+    for line in told:
+        file, *words = shlex.split(line)[1:]
+        program(file).parse_args(words) if hasattr(program(file), 'parse_args') else read(InferConfig, words, '')
+    for step in steps:
+        file, *words = shlex.split(step.command)[1:]
+        parse = program(file).parse_args
+        parse(words)
+        needed = {Path(word) for word in words if word.startswith(str(tmp_path)) and Path(word).suffix} - {folder}
+        assert needed <= left | {*results}, step.command
+        assert step.result not in left and step.seconds > 0
+        left.add(step.result)
+    assert {plan.float_file, plan.int8_file('all'), plan.int8_file('b')} <= left and len(
+        {s.name for s in steps}
+    ) == len(steps)
+
+
+# ---- on a model ---------------------------------------------------------------------------------------------------------
+
+NAMES = '<script>alert(1)</script>', '<b>'  # of classes
+
+
+@pytest.mark.slow
+def test_from_a_checkpoint_of_two_branches_to_the_file(small, tmp_path, monkeypatch):
+    """And again with another limit, for which nothing runs anew."""
+    monkeypatch.setattr(planned, 'DURATION', 0.2)
+    data = yaml.safe_load(small.data.read_text())
+    data['names'] = [*NAMES, *map(str, range(2, 10))]
+    hostile = tmp_path / 'data.yaml'
+    hostile.write_text(yaml.safe_dump(data))
+    words = f'--weights {small.dual} --data {hostile} --names-from data --imgsz 64 --calib-images 4 --workers 0 --device cpu'
+    words = ['ship', *words.split(), '--for', 'openvino', '--max-drop', 100, '--project', tmp_path, '--name', 'a']
+    said = command('qat.py', *words, '--min-speedup', 0)
+    folder = tmp_path / 'a'
+    report = json.loads((folder / 'ship.json').read_text())
+    assert report['verdict'] == 'int8' and f'Ship {report["file"]}' in said and said.count('\n$ python ') == 6
+    assert report['bytes'] == sum(Path(report['file']).with_suffix(s).stat().st_size for s in ('.xml', '.bin'))
+    assert report['ap_difference'] == pytest.approx(report['ap'] - report['float_ap'], abs=1e-9)
+    low, high = report['interval']
+    assert low < report['ap_difference'] < high and report['engine'] == 'openvino' and report['speedup'] > 0
+    for line in report['commands']:
+        assert f'$ {line}\n' in said
+    html, plain = ((folder / f'ship.{kind}').read_text(encoding='utf-8') for kind in ('html', 'md'))
+    assert '<script' not in html and '&lt;script&gt;alert(1)' in html and 'http' not in re.sub('http-equiv', '', html)
+    assert '<script' not in plain and all(line in plain for line in report['commands'])
+    assert not (small.dual.parent / f'{small.dual.stem}.xml').exists(), (
+        'beside the weights of the user nothing is written'
+    )
+
+    said = command('qat.py', *words, '--min-speedup', 1000, '--resume')
+    again = json.loads((folder / 'ship.json').read_text())
+    assert said.count('done before') == 6 and '$ python' not in said
+    assert again['verdict'] == 'float' and again['file'] == str(folder / 'float' / f'{small.dual.stem}.xml')
+    assert again['reasons'] and again['would_change'] and again['speedup'] == report['speedup']
+    found = {'difference': again['ap_difference'], 'chance': 0}
+    outcome = Outcome(Gain('', '', '', 1, '', again['speedup']), 'AP', found)
+    assert [*against_int8(outcome, 100, 1000)] == ['speed']
+
+
+def test_what_it_refuses(small, tmp_path):
+    given = (
+        f'ship --weights {small.single} --data {small.data} --imgsz 64 --workers 0 --device cpu --project {tmp_path}'
+    )
+    for words, said in {
+        '--for tensorrt': '--for tensorrt: TensorRT: needs an NVIDIA GPU',
+        '--for npu': 'must be one of tensorrt',
+        '--max-drop -1': '--max-drop -1.0: must lie in [0, 100]',
+        '--imgsz 65': 'multiples of 32',
+        f'--weights {small.quantized}': 'is already quantized',
+    }.items():
+        out = command('qat.py', *given.split(), *words.split(), code=2)
+        assert said in out and 'error:' in out and not list(tmp_path.iterdir()), words

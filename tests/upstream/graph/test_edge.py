@@ -132,7 +132,7 @@ def test_checkpoints_and_options_that_do_not_fit_are_refused(small, capfd, tmp_p
     for words, end in (
         (('--weights', small.single), 'python qat.py quantize --target edge'),
         (('--weights', small.quantized), 'quantize with --target edge'),
-        (('--weights', small.single, '--dynamic'), 'leave it out'),
+        (('--weights', small.quantized, '--dynamic'), 'leave it out'),
         (('--weights', small.single, '--sigmoid'), 'programs for coral compute it themselves'),
         (('--weights', small.single, '--layout', 'heads', '--opset', 18), 'leave it out'),
     ):

@@ -91,7 +91,7 @@ class EdgeProgram(nn.Module):
 
 
 def for_layout(model: nn.Module, layout: str, per_tensor: bool = False) -> nn.Module:
-    """Copy a quantized model, with the weights and the scales of the outputs that a layout has."""
+    """Copy a quantized model, with the weights, the biases and the scales of the outputs that a file of a layout has."""
     model = without_groups(traceable_copy(model))
     for module in model.modules():
         if layout == 'heads' and isinstance(module, OutputQuantizer):
@@ -99,6 +99,11 @@ def for_layout(model: nn.Module, layout: str, per_tensor: bool = False) -> nn.Mo
         if per_tensor and isinstance(module, QuantConv2d):
             amax, module.weight_quantizer = module.weight_quantizer._amax.amax(), Quantizer()
             module.weight_quantizer.set_amax(amax)
+        if (
+            isinstance(module, QuantConv2d) and module.bias is not None
+        ):  # an INT32 in steps of a product of two integers
+            step = module.input_quantizer.scale * module.weight_quantizer.scale
+            module.bias.copy_((module.bias / step).round() * step)
     return model
 
 
@@ -148,7 +153,6 @@ class EdgeFormat(LiteRTFormat):
 
     @override
     def require(self, export: Export) -> None:
-        super().require(export)
         config, model = export.config, export.predict.model
         if config.batch_size > 1:
             raise QatError('--batch-size: not with --include edge, whose files take one image; leave it out')
@@ -164,6 +168,7 @@ class EdgeFormat(LiteRTFormat):
             raise QatError(
                 f'{config.weights}: its strides are {model.stride.tolist()}; programs for these files know {STRIDES}'
             )
+        super().require(export)
 
     @override
     @torch.no_grad()

@@ -118,13 +118,13 @@ class LiteRTFormat(Format):
         for flag in ('dynamic', 'half'):
             if getattr(export.config, flag):
                 raise QatError(f'--{flag}: not with --include {self.name}; leave it out')
-        load_litert(f'--include {self.name}')
-        load_converter(f'--include {self.name}')
         if export.int8 and not export.target.places_as(load_target(self.name)):
             raise QatError(
                 f'{export.config.weights}: was quantized for {export.target.title}, so that much of it would be in float; quantize with '
                 f'--target {self.name}'
             )
+        load_litert(f'--include {self.name}')
+        load_converter(f'--include {self.name}')
 
     @override
     @torch.no_grad()

@@ -180,7 +180,25 @@ class QuantCBFuse(Twin, CBFuse):
         # One Add after the other, in upstream's order: an engine has INT8 kernels for Add, none for a sum over a stack
         size = xs[-1].shape[2:]
         maps = [F.interpolate(self.input_quantizer(x[j]), size=size, mode='nearest') for x, j in zip(xs[:-1], self.idx)]
-        return reduce(torch.add, [*maps, self.input_quantizer(xs[-1])])
+        return self.summed([*maps, self.input_quantizer(xs[-1])])
+
+    def summed(self, maps: Sequence[torch.Tensor]) -> torch.Tensor:
+        """Add maps [B, C, H, W]."""
+        return reduce(torch.add, maps)
+
+
+class QuantRoundedCBFuse(QuantCBFuse):
+    """CBFuse whose sums of some of the maps are rounded too, for an engine that computes only integers."""
+
+    @property
+    def quantizer_names(self) -> tuple[str, ...]:  # type: ignore[override]
+        """Attributes of the quantizers; two maps have only one sum."""
+        return ('input_quantizer', 'sum_quantizer') if len(self.idx) > 1 else ('input_quantizer',)
+
+    def summed(self, maps: Sequence[torch.Tensor]) -> torch.Tensor:
+        """Add maps [B, C, H, W]."""
+        first, *others, last = maps
+        return reduce(lambda total, each: self.sum_quantizer(total + each), others, first) + last
 
 
 class QuantSiLU(Twin, nn.SiLU):

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch.nn as nn
-from models.common import DFL
+from models.common import DFL, CBFuse
 from torchvision.models.convnext import CNBlock, ConvNeXt
 from torchvision.ops.misc import SqueezeExcitation
 
@@ -15,6 +15,7 @@ from models.quantize.blocks import (
     QuantConv2d,
     QuantFusedReLU6,
     QuantResidual,
+    QuantRoundedCBFuse,
     is_quantized,
 )
 from models.quantize.pickled_modules import TORCHVISION
@@ -59,9 +60,7 @@ class Conversion:
 def float_blocks(model: nn.Module, target: Target = TENSORRT) -> dict[str, str]:
     """Find the blocks that stay in float: path → reason. Raises QatError for a detector without a YOLOv9 head."""
     if target.integers and task_of(model).name != 'detect':
-        raise QatError(
-            f'--target {target.name}: takes detectors, and the model is {task_of(model).title}; use --target litert'
-        )
+        raise QatError(f'{target.name}: takes detectors, and the model is {task_of(model).title}; litert takes it')
     inside = float_inside_blocks(model, target)
     return {**inside, **_float_in_head(model, target)} if task_of(model).boxes else inside
 
@@ -128,7 +127,7 @@ def twins_of(model: nn.Module, target: Target) -> dict[type, Any]:
 
         twins = twins | class_blocks.TWINS
     twins = twins | ACTIVATIONS if target.activations else twins
-    return twins | {nn.ReLU6: QuantFusedReLU6} if target.integers else twins
+    return twins | {nn.ReLU6: QuantFusedReLU6, CBFuse: QuantRoundedCBFuse} if target.integers else twins
 
 
 def quantize_ends(model: nn.Module) -> None:
@@ -136,9 +135,9 @@ def quantize_ends(model: nn.Module) -> None:
     first = next(m for m in model.modules() if isinstance(m, QuantConv2d))
     first.input_quantizer = ImageQuantizer()
     head = model.model[-1]
-    for branches, quantizer in ((head.cv2, OutputQuantizer()), (head.cv3, LogitQuantizer())):
+    for branches, kind in ((head.cv2, OutputQuantizer), (head.cv3, LogitQuantizer)):
         for branch in branches:
-            branch.append(quantizer)
+            branch.append(kind())
 
 
 def find_twins(model: nn.Module, target: Target = TENSORRT) -> dict[str, str]:

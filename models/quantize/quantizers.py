@@ -14,7 +14,7 @@ Class paths in this file are a file format, because checkpoints pickle them. Do 
 import contextlib
 import logging
 import warnings
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from functools import lru_cache
 from typing import Any
 
@@ -140,9 +140,33 @@ class SiLUQuantizer(Quantizer):
 
 
 class OutputQuantizer(Quantizer):
-    """Quantizer of an output of the head, for all strides: boxes and classes have a scale each, although both are joined later."""
+    """Quantizer of an output of the head at a stride.
+
+    All strides have the range that suffices for all of them, see `join_strides`, because a file may join them; `separate` gives
+    this one its own. Older checkpoints have a single quantizer for all strides.
+
+    Attributes:
+        own: amax, the negative of the smallest value, and the largest value of this stride, FP32 [3].
+    """
 
     tied = False
+    own = None  # type: torch.Tensor | None
+
+    @override
+    def set_amax(self, amax: torch.Tensor, *ends: torch.Tensor) -> None:
+        """Set the range of this stride."""
+        self.own = torch.stack((amax, -ends[0], ends[1]))
+        self.take(self.own)
+
+    def take(self, range_: torch.Tensor) -> None:
+        """Take a range, as in `own`."""
+        amax, low, high = range_
+        super().set_amax(amax, -low, high)
+
+    def separate(self) -> None:
+        """Take the range of this stride alone."""
+        if self.own is not None:
+            self.take(self.own.to(self._amax.device))
 
 
 class LogitQuantizer(OutputQuantizer):
@@ -159,6 +183,23 @@ class LogitQuantizer(OutputQuantizer):
         lowest, highest = ends
         highest = highest.clamp(max=-self.least)
         return super().steps(amax.clamp(max=-self.least * LOWER), torch.minimum(lowest, -highest * LOWER), highest)
+
+
+def join_strides(quantizers: Collection[Quantizer]) -> None:
+    """Give all strides of an output of the head the range that suffices for each of them."""
+    for kind in (OutputQuantizer, LogitQuantizer):
+        strides = [q for q in quantizers if type(q) is kind]
+        for each in strides:
+            each.take(torch.stack([q.own for q in strides]).amax(0))
+
+
+class UnitQuantizer(Quantizer):
+    """Quantizer of values in 0..1, as `rounded_unit` in signed integers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer('_amax', torch.tensor(UNIT_SCALE * QMAX))
+        self.register_buffer('_zero_point', torch.tensor(QMIN, dtype=torch.int32))
 
 
 class ImageQuantizer(Quantizer):

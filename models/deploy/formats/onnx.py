@@ -51,10 +51,11 @@ class Exported(Agreement):
     padding: Padding | None  # what padded widths added
 
 
-def _trace(model: nn.Module, images: torch.Tensor, path: Path, opset: int, dynamic: bool) -> None:
+def _trace(
+    model: nn.Module, images: torch.Tensor, path: Path, opset: int, dynamic: bool, outputs: Sequence[str]
+) -> None:
     """Write the traced graph with the TorchScript exporter, which supports fake-quantize operators in every opset needed here."""
     options = {'dynamo': False} if 'dynamo' in inspect.signature(torch.onnx.export).parameters else {}
-    outputs = OUTPUTS[: 1 + hasattr(head_of(model), 'nm')]
     with warnings.catch_warnings():
         warnings.filterwarnings('ignore', message='.*legacy TorchScript-based ONNX export.*')
         warnings.filterwarnings('ignore', category=torch.jit.TracerWarning)  # the head compares shapes, which are fixed
@@ -74,6 +75,56 @@ def _trace(model: nn.Module, images: torch.Tensor, path: Path, opset: int, dynam
 def input_metadata(batch: int, imgsz: Sequence[int], dynamic: bool) -> dict[str, Any]:
     """Return the metadata of an input, as Ultralytics' package reads them; see `export_onnx`."""
     return {'batch': batch, 'channels': 3, 'imgsz': list(imgsz), 'dynamic': dynamic}
+
+
+def checked(graph: onnx.ModelProto, path: Path) -> onnx.ModelProto:
+    """Check a graph, save it, and return it."""
+    onnx.checker.check_model(graph, full_check=True)
+    onnx.save(graph, path)
+    return graph
+
+
+@torch.no_grad()
+def traced_graph(
+    traced: nn.Module,
+    images: torch.Tensor,
+    path: Path,
+    outputs: Sequence[str],
+    target: Target,
+    dynamic: bool = False,
+    simplify: bool = False,
+    opset: int = 17,
+    half: bool = False,
+    int8_weights: bool = True,
+    progress: Callable[[Iterable], Iterable] = iter,
+) -> onnx.ModelProto:
+    """Trace a model, in the form of `traceable_copy`, and make its graph that of its target. path: of a scratch file. Other arguments: see `export_onnx`."""
+    # onnxslim would drop the Q/DQ of duplicate nodes, so merge duplicates first; other nodes that it drops must get no Q/DQ
+    passes = [
+        onnx_passes.remove_identities,
+        onnx_passes.constants_to_initializers,
+        onnx_passes.write_axis,
+        onnx_passes.merge_duplicates,
+        *[onnx_passes.simplify] * simplify,
+        onnx_passes.quantize_moves,
+        onnx_passes.merge_duplicates,
+        *[onnx_passes.store_int8_weights] * int8_weights,
+        *[onnx_half.to_half] * half,
+        graph_of(target.name).finish,
+    ]
+    logging.getLogger('torch.onnx').setLevel(logging.ERROR)
+
+    def trace(_: None) -> onnx.ModelProto:
+        _trace(traced, images, path, opset, dynamic, outputs)
+        return onnx.load(path)
+
+    graph = None
+    for step in progress([trace, *passes]):
+        graph = step(graph)
+    quantizers = [q for _, q in named_quantizers(traced)]
+    units = [np.float32(UNIT_SCALE)] * any(isinstance(q, SiLUQuantizer) for q in quantizers)
+    onnx_passes.require_scales(graph, [*(q.scale.cpu().numpy() for q in quantizers), *units])
+    return graph
 
 
 @torch.no_grad()
@@ -113,33 +164,13 @@ def export_onnx(
         kept_float = [*kept_float, *float_groups(model)]
     traced = traceable_copy(model, inplace)
     device = next(traced.parameters()).device
-    quantizers = [q for _, q in named_quantizers(traced)]
-    # onnxslim would drop the Q/DQ of duplicate nodes, so merge duplicates first; other nodes that it drops must get no Q/DQ
-    passes = [
-        onnx_passes.remove_identities,
-        onnx_passes.constants_to_initializers,
-        onnx_passes.write_axis,
-        onnx_passes.merge_duplicates,
-        *[onnx_passes.simplify] * simplify,
-        onnx_passes.quantize_moves,
-        onnx_passes.merge_duplicates,
-        *[onnx_passes.store_int8_weights] * int8_weights,
-        *[onnx_half.to_half] * half,
-        graph_of(target.name).finish,
-    ]
+    quantizers = named_quantizers(traced)
+    outputs = OUTPUTS[: 1 + hasattr(head_of(traced), 'nm')]
     with atomic(path) as tmp:
-        logging.getLogger('torch.onnx').setLevel(logging.ERROR)
-
-        def trace(_: None) -> onnx.ModelProto:
-            _trace(traced, torch.zeros(batch, 3, *imgsz, device=device), tmp, opset, dynamic)
-            return onnx.load(tmp)
-
-        graph = None
-        for step in progress([trace, *passes]):
-            graph = step(graph)
-        scales = [q.scale.cpu().numpy() for q in quantizers]
-        units = [np.float32(UNIT_SCALE)] * any(isinstance(q, SiLUQuantizer) for q in quantizers)
-        onnx_passes.require_scales(graph, [*scales, *units])
+        images = torch.zeros(batch, 3, *imgsz, device=device)
+        graph = traced_graph(
+            traced, images, tmp, outputs, target, dynamic, simplify, opset, half, int8_weights, progress
+        )
         padding = pad(graph, widths) if widths > 1 else None
         reference = Reference(model, 2 if dynamic else batch, imgsz)
         returned = [reference.outputs] if isinstance(reference.outputs, torch.Tensor) else reference.outputs
@@ -148,15 +179,12 @@ def export_onnx(
         made_for = target.name if quantizers else DEFAULT_TARGET
         read = input_metadata(batch, imgsz, dynamic)
         onnx_passes.set_metadata(graph, **metadata_of(model, kept_float, made_for), **simulated, **read)
-        onnx.checker.check_model(graph, full_check=True)
-        onnx.save(graph, tmp)
+        checked(graph, tmp)
 
         ours = run_graph(graph, {'images': reference.images})
         agreement = reference.require_agreement(ours, 'ONNX Runtime', 'FP16' if half else 'FP32')
         if layout:
-            graph = layout(graph)
-            onnx.checker.check_model(graph, full_check=True)
-            onnx.save(graph, tmp)
+            graph = checked(layout(graph), tmp)
     return Exported(opset=onnx_graph.opset(graph), qdq=onnx_graph.count_qdq(graph), padding=padding, **vars(agreement))
 
 

@@ -9,6 +9,7 @@ import torch
 
 from models.deploy.ship.plan import Plan
 from models.quantize.checkpoint import CheckpointFile
+from models.quantize.convert import find_twins
 from models.quantize.run.duration import seconds_per_image
 from utils.qat.backends.pytorch import TorchModel
 from utils.qat.config.ship import EPOCHS, ShipConfig
@@ -45,6 +46,10 @@ def look(config: ShipConfig) -> Plan:
     with quiet_upstream():
         file = CheckpointFile(config.weights)
         model = TorchModel(file.load_float(device))
+    if TARGETS[engine].integers:
+        find_twins(model.model, TARGETS[engine])
+        if config.batch > 1:
+            raise QatError(f'--batch {config.batch}: a file for {TARGETS[engine].title} takes one image; leave it out')
     config = config.for_model(model).decide(for_=engine, epochs=EPOCHS if device.type == 'cuda' else 0)
     data = model.task.load_data(config.data, model, names_from=config.names_from)
     loaders = Loaders(data, config, model.stride, device)

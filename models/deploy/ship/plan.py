@@ -62,6 +62,11 @@ class Plan:
         return TARGETS[self.config.for_ or '']
 
     @property
+    def shown(self) -> Target:
+        """The target whose files of the float model it takes, and whose backend takes the time; see Target.stand_in."""
+        return TARGETS[self.target.stand_in or self.target.name]
+
+    @property
     def epoch(self) -> float:
         """Seconds of an epoch of fine-tuning."""
         learnt = LEARNT * min(ITERS * self.config.batch_size, self.numbers['train'])
@@ -86,18 +91,18 @@ class Plan:
         given = self.images(weights=self.config.weights, data=self.config.data)
         return self.step(name, title, result, passes * self.seconds, 'qat.py', verb, *given, *words)
 
-    def deployed(self, checkpoint: Path) -> Path:
-        """Return the file that the engine runs, of a checkpoint in its folder."""
-        return checkpoint.with_name(f'{checkpoint.stem}{self.target.engine or FORMATS[self.target.include].suffix}')
+    def deployed(self, checkpoint: Path, target: Target) -> Path:
+        """Return the file that an engine runs, of a checkpoint in its folder."""
+        return checkpoint.with_name(f'{checkpoint.stem}{target.engine or FORMATS[target.include].suffix}')
 
     @property
     def float_file(self) -> Path:
         """The float file that the engine runs."""
-        return self.deployed(self.folder / 'float' / self.config.weights.name)
+        return self.deployed(self.folder / 'float' / self.config.weights.name, self.shown)
 
     def int8_file(self, run: str) -> Path:
         """Return the INT8 file of a run of `quantize` that the engine runs."""
-        return self.deployed(self.folder / run / DELIVERED)
+        return self.deployed(self.folder / run / DELIVERED, self.target)
 
     def first(self) -> Iterator[Step]:
         """Yield the steps of the float model."""
@@ -107,13 +112,14 @@ class Plan:
 
     def files(self, name: str, checkpoint: Path, made: Path, **folder: Path) -> Iterator[Step]:
         """Yield the steps from a checkpoint to the file of the engine."""
-        include, batch, kind = self.target.include, self.config.batch, 'float' if name == 'float' else 'INT8'
+        batch, kind = self.config.batch, 'float' if name == 'float' else 'INT8'
+        include = (self.shown if kind == 'float' else self.target).include
         own = {'dynamic': True, 'simplify': True} if include == 'onnx' else {'batch_size': batch}
         if self.target.engine:
             own |= {'trt': self.trt}
             own |= {'half': True} if self.trt == 11 and kind == 'float' else {}  # it computes in the types of the file
         words = flags(weights=checkpoint, include=include, imgsz=sides_words(self.config.imgsz), **own, **folder)
-        file = made.with_suffix(FORMATS[include].suffix)
+        file = made.with_name(f'{checkpoint.stem}{FORMATS[include].suffix}')
         yield Step(f'{name}-export', f'export, {kind}', file, EXPORTED, command('export_qat.py', *words))
         if self.target.engine:
             line = command('scripts/build_engine.py', file, *flags(batch=batch, no_trtexec=True))  # by what runs it
@@ -135,7 +141,7 @@ class Plan:
         files, how = [self.config.weights, checkpoint, file], self.images(data=self.config.data, images=0, show=SHOWN)
         name, title = f'{run}-outputs', 'AP and outputs of the files'
         yield self.step(name, title, 'compare.json', passes * self.seconds, 'compare_outputs.py', *files, *how)
-        how = flags(backend=self.target.name, device=self.engine_device, batch=self.config.batch, duration=DURATION)
+        how = flags(backend=self.shown.name, device=self.engine_device, batch=self.config.batch, duration=DURATION)
         files = [self.float_file, file]
         yield self.step(f'{run}-speed', 'speed', 'benchmark.json', 6 * DURATION, 'benchmark_trt.py', *files, *how)
 

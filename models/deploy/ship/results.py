@@ -108,6 +108,7 @@ def ways(plan: Plan, file: Path, checkpoint: Path) -> list[str]:
     lines = ['# its AP again', command('val_trt.py', '--weights', file, '--data', plan.config.data)]
     if not plan.task.boxes:
         return lines
+    lines += ['# the compilers of the chips, and Frigate: docs/edge.md'] * plan.target.integers
     lines += ['# its detections in Python; docs/client.md has a client of thirty lines']
     lines += [command('scripts/infer_onnx.py', file, 'IMAGES', '--save')]
     files = {'file': file, 'name': file.name, 'checkpoint': checkpoint}

@@ -21,6 +21,7 @@ from utils.qat.core.text import in_words
 from utils.qat.evaluation.metrics import finds_nothing, from_json
 
 ALL, PARTLY = 'quantize', 'quantize-partly'  # runs of `quantize`: all blocks, and some given back to float
+NO_CHIP = 'Times are those of {} on the CPU, not of a chip, and decide nothing: a chip computes only integers.'
 
 
 def work(plan: Plan, runner: Runner) -> None:
@@ -34,16 +35,17 @@ def work(plan: Plan, runner: Runner) -> None:
     if nothing := finds_nothing(from_json(read(scored.result))):
         raise QatError(f'--weights {config.weights}, --data {config.data}: the float model {nothing}')
     runner.run(rest)
-    found, tried = Results(plan, ALL), []
-    reasons = against_int8(found.outcome, config.max_drop, config.min_speedup)
-    if [*reasons] == ['accuracy']:
+    found, chip = Results(plan, ALL), plan.target.integers
+    least, tried = (0.0, [NO_CHIP.format(plan.shown.title)]) if chip else (config.min_speedup, [])
+    reasons = against_int8(found.outcome, config.max_drop, least)
+    if [*reasons] == ['accuracy'] and not chip:
         tried = [f'With all blocks in INT8 it is {found.outcome.speed}, and changes {found.outcome.cost}.']
         LOGGER.info(f'{reasons["accuracy"]}: blocks return to float')
         sensitive = plan.sensitive()
         runner.ahead = [sensitive, *plan.quantized(PARTLY, sensitive=sensitive.result, max_drop=config.max_drop)]
         runner.run([*runner.ahead])
         found = Results(plan, PARTLY)
-        reasons = against_int8(found.outcome, config.max_drop, config.min_speedup)
+        reasons = against_int8(found.outcome, config.max_drop, least)
     conclude(plan, runner, found, reasons, tried)
 
 

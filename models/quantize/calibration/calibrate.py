@@ -17,7 +17,7 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 
-from models.quantize.quantizers import MIN_AMAX, QMAX, collecting, named_quantizers
+from models.quantize.quantizers import MIN_AMAX, QMAX, collecting, join_strides, named_quantizers
 from utils.qat.config.qat import PtqConfig
 from utils.qat.core.distributed import all_reduce
 from utils.qat.core.errors import QatError
@@ -252,6 +252,7 @@ def set_ranges(model: nn.Module, ranges: Mapping[str, torch.Tensor], histograms:
     quantizers = dict(named_quantizers(model))
     for path, amax in ranges.items():
         quantizers[path].set_amax(amax, *histograms[path].limits)
+    join_strides(quantizers.values())
 
 
 def raised_ranges(model: nn.Module) -> dict[str, int]:

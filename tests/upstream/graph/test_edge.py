@@ -4,10 +4,10 @@ Without the packages of requirements-litert.txt only the tests above `needs_lite
 """
 
 import json
+import os
 import re
 import subprocess
 import sys
-from functools import partial
 from importlib.util import find_spec
 
 import numpy as np
@@ -17,25 +17,26 @@ import pytest
 import torch
 from helpers.faults import answer
 from helpers.zoo import SMALL, assert_verdicts, build, command, deployed, fuse, program
+from models.common import CBFuse
 from utils.general import non_max_suppression
 
-from models.deploy.agreement import Reference, made_images, traceable_copy
+from models.deploy.agreement import Reference, made_images
 from models.deploy.formats.onnx import export_onnx
 from models.quantize.activations import exchangeable, exchanged, finish_exchange
-from models.quantize.blocks import QuantFusedReLU6
+from models.quantize.blocks import QuantFusedReLU6, QuantRoundedCBFuse
 from models.quantize.convert import quantize_model
-from models.quantize.quantizers import LogitQuantizer, rounded_unit
+from models.quantize.quantizers import LogitQuantizer, quantizers_off, rounded_unit
 from test_litert import Read, needs_litert
 from test_targets import prepared
 from utils.qat.config.tables import load_target
 from utils.qat.core.errors import QatError
 from utils.qat.graph.audit import audit
-from utils.qat.graph.onnx_graph import metadata_value
+from utils.qat.graph.onnx_graph import constants, metadata_value
 from utils.qat.graph.passes import absorb_relus
-from utils.qat.vendors.edge.graph import RULES, raw_heads
+from utils.qat.vendors.edge.graph import RULES
 from utils.qat.vendors.edge.session import JOINED, LAYOUTS, decode
-from utils.qat.vendors.edge.write import edge_program
-from utils.qat.vendors.litert.session import read_metadata
+from utils.qat.vendors.edge.write import EdgeProgram, for_layout, raw_model, write_heads
+from utils.qat.vendors.litert.session import read_metadata, values_of
 from utils.qat.vendors.load import open_file
 
 EDGE, CPU, SIDE = load_target('edge'), torch.device('cpu'), 64
@@ -55,10 +56,16 @@ def model_of(**changes):
 
 def test_pixels_are_the_integers_of_images_and_strides_share_the_scales_of_outputs():
     model = model_of()
+    """And the layout heads has a scale of its own for each, none of them coarser."""
     images, head = model.model[0].conv.input_quantizer, model.model[-1]
     assert images.scale.item() == pytest.approx(1 / 255, rel=2**-22) and images._zero_point == -128
     boxes, classes = ({branch[-1] for branch in branches} for branches in (head.cv2, head.cv3))
-    assert len(boxes) == len(classes) == 1 and boxes != classes
+    for strides in (boxes, classes):
+        assert len({(q.scale.item(), q._zero_point.item()) for q in strides}) == 1 and len(strides) == 3
+    apart = for_layout(model, 'heads').model[-1]
+    for branches, joined in ((apart.cv2, boxes), (apart.cv3, classes)):
+        own = [branch[-1].scale.item() for branch in branches]
+        assert len({*own}) > 1 and max(own) <= joined.pop().scale.item() * 1.001
 
 
 @pytest.mark.parametrize('lowest, highest', [(-20.0, 3.0), (-20.0, 30.0), (-1.0, 5.0), (-0.5, 0.1), (-3.0, -1.0)])
@@ -117,15 +124,15 @@ def test_relu6_replaces_silu_and_relu(activation):
 
 
 def test_a_segmentation_model_is_refused():
-    with pytest.raises(QatError, match='--target edge: takes detectors'):
+    with pytest.raises(QatError, match='edge: takes detectors'):
         quantize_model(fuse(build('demo-seg')), target=EDGE)
 
 
 def test_checkpoints_and_options_that_do_not_fit_are_refused(small, capfd, tmp_path):
     for words, end in (
         (('--weights', small.single), 'python qat.py quantize --target edge'),
-        (('--weights', small.quantized), 'python qat.py quantize --target edge'),
-        (('--weights', small.single, '--dynamic'), 'leave it out'),
+        (('--weights', small.quantized), 'quantize with --target edge'),
+        (('--weights', small.quantized, '--dynamic'), 'leave it out'),
         (('--weights', small.single, '--sigmoid'), 'programs for coral compute it themselves'),
         (('--weights', small.single, '--layout', 'heads', '--opset', 18), 'leave it out'),
     ):
@@ -140,10 +147,10 @@ def test_checkpoints_and_options_that_do_not_fit_are_refused(small, capfd, tmp_p
 def test_decoding_gives_what_the_head_computes():
     """Both layouts give the predictions of PyTorch's head, up to the order of its sums."""
     model, images = model_of(), made_images(1, (SIDE, SIDE))
-    wanted = traceable_copy(model)(images)
     for layout, names in LAYOUTS.items():
-        outputs = dict(zip(names, edge_program(model, layout)(images.permute(0, 2, 3, 1))))
-        assert torch.allclose(decode(outputs, (SIDE, SIDE), False), wanted, atol=1e-3)
+        changed = for_layout(model, layout)
+        outputs = EdgeProgram(raw_model(changed), layout == 'coral')(images.permute(0, 2, 3, 1))
+        assert torch.allclose(decode(dict(zip(names, outputs)), (SIDE, SIDE), False), changed(images), atol=1e-3)
 
 
 def as_frigate(boxes, scores, box_numbers, score_numbers, least):
@@ -188,41 +195,58 @@ def test_frigate_and_the_reference_decoder_find_our_boxes(least):
 
 @torch.no_grad()
 def test_scores_instead_of_logits(tmp_path):
-    """A file of opset 13, the first with a scale for each channel, ends its classes with a sigmoid in steps of 1/256."""
-    model, names = model_of(nc=3), LAYOUTS['heads']
-    sizes = {name: SIDE // int(re.sub(r'\D', '', name)) for name in names}
-    tensors = {name: {'shape': [1, side, side, 64 if 'box' in name else 3]} for name, side in sizes.items()}
-    layout = partial(raw_heads, tensors=tensors, sigmoid=True)
-    export_onnx(model, tmp_path / 'model.onnx', (SIDE, SIDE), opset=13, target=EDGE, layout=layout)
-    reference = Reference(model, 1, (SIDE, SIDE))
-    session = onnxruntime.InferenceSession(tmp_path / 'model.onnx', providers=['CPUExecutionProvider'])
-    outputs = [torch.from_numpy(x).permute(0, 2, 3, 1) for x in session.run(None, {'images': reference.images.numpy()})]
-    assert all(torch.equal((x * 256).round(), x * 256) and 0 <= x.min() and x.max() < 1 for x in outputs[1::2])
+    """The classes end with a sigmoid in steps of 1/256; and --per-tensor leaves one scale to each weight."""
+    model = for_layout(model_of(nc=3), 'heads', per_tensor=True)
+    reference, file = Reference(model, 1, (SIDE, SIDE)), tmp_path / 'model.onnx'
     reference.outputs[:, 4:] = rounded_unit(reference.outputs[:, 4:])
-    reference.require_agreement(decode(dict(zip(names, outputs)), (SIDE, SIDE), True), 'ONNX Runtime', 'FP32')
+    write_heads(raw_model(model, sigmoid=True), file, reference, EDGE, 13, {'sigmoid': True})
+    session = onnxruntime.InferenceSession(file, providers=['CPUExecutionProvider'])
+    outputs = session.run(None, {'images': reference.images.numpy()})
+    assert all(np.array_equal((x * 256).round(), x * 256) and 0 <= x.min() and x.max() < 1 for x in outputs[1::2])
+    graph = onnx.load(file)
+    values = constants(graph)
+    assert all(values[node.input[1]].ndim == 0 for node in graph.graph.node if node.op_type == 'DequantizeLinear')
+
+
+def test_sums_of_maps_are_rounded_one_by_one():
+    """In float the block computes what it did."""
+    maps, twin = torch.rand(3, 1, 4, 8, 8), QuantRoundedCBFuse.from_float(CBFuse([0, 0]))
+    xs = (maps[0],), (maps[1],), maps[2]
+    with quantizers_off(twin):
+        assert torch.equal(twin(xs), maps[0] + maps[1] + maps[2])
+    twin.input_quantizer.set_amax(torch.tensor(1.0))
+    twin.sum_quantizer.set_amax(torch.tensor(2.0))
+    steps = (twin(xs) - twin.input_quantizer(maps[2])) / twin.sum_quantizer.scale
+    assert torch.allclose(steps, steps.round(), atol=1e-3)
+    assert not hasattr(QuantRoundedCBFuse.from_float(CBFuse([0])), 'sum_quantizer')
 
 
 # ---- files --------------------------------------------------------------------------------------------------------------
 
 
-def integers_of(file, images):
-    """The outputs of a file for images FP32 [1, 3, H, W]: name → INT8."""
+def values_in(file, images):
+    """The outputs of a file for images FP32 [1, 3, H, W]: name → values, their step, and the ends of their range."""
     session = open_file(file, CPU, 'edge').session
     session.run({'images': images})
-    return session.integers()
+    found = {}
+    for name, integers in session.integers().items():
+        step, zero = session.found[name]['quantization']
+        ends = step * (-128 - zero), step * (127 - zero)
+        found[name] = values_of(integers.numpy(), session.found[name]), step, ends
+    return found
 
 
 @pytest.fixture(scope='module')
 def coral(tmp_path_factory):
     """(model, file) in the layout coral, of three classes."""
-    model, file = model_of(nc=3), tmp_path_factory.mktemp('edge') / 'model-edge.tflite'
+    model, file = model_of(nc=3), tmp_path_factory.mktemp('edge') / 'model-coral.tflite'
     return model, deployed('edge', model, file, imgsz=(SIDE, SIDE), target='edge').path
 
 
 @pytest.fixture(scope='module')
 def heads(coral, tmp_path_factory):
     """The .tflite and .onnx of the same model in the layout heads."""
-    file = tmp_path_factory.mktemp('edge') / 'model-edge.tflite'
+    file = tmp_path_factory.mktemp('edge') / 'model-coral.tflite'
     made = deployed('edge', coral[0], file, imgsz=(SIDE, SIDE), target='edge', layout='heads')
     return made.path, made.files['edge onnx']
 
@@ -251,14 +275,16 @@ def test_its_description_is_that_of_its_tensors(coral):
 
 
 @needs_litert
-def test_both_layouts_have_the_same_integers(coral, heads):
-    """And the .onnx has their predictions in ONNX Runtime."""
+def test_both_layouts_have_the_same_values(coral, heads):
+    """Up to a step, because heads has scales of its own. The .onnx has their predictions in ONNX Runtime."""
     images = (made_images(1, (SIDE, SIDE)) * 255).round() / 255
-    joined, apart = integers_of(coral[1], images), integers_of(heads[0], images)
+    joined, apart = values_in(coral[1], images), values_in(heads[0], images)
     for i, name in enumerate(JOINED):
-        parts = [apart[each].flatten(1, 2) for each in LAYOUTS['heads'][i::2]]
-        assert torch.equal(torch.cat(parts, 1), joined[name])
-    reference = Reference(coral[0], 1, (SIDE, SIDE))
+        parts = [apart[each] for each in LAYOUTS['heads'][i::2]]
+        values, step, _ = joined[name]
+        for (own, finer, ends), part in zip(parts, values.split([own.flatten(1, 2).shape[1] for own, *_ in parts], 1)):
+            assert finer <= step * 1.001 and (own.flatten(1, 2) - part.clamp(*ends)).abs().max() < step
+    reference = Reference(for_layout(coral[0], 'heads'), 1, (SIDE, SIDE))
     session = onnxruntime.InferenceSession(heads[1], providers=['CPUExecutionProvider'])
     outputs = session.run(None, {'images': reference.images.numpy()})
     assert [output.name for output in session.get_outputs()] == list(LAYOUTS['heads'])
@@ -274,7 +300,7 @@ def test_both_layouts_have_the_same_integers(coral, heads):
 def test_frigate_tells_boxes_and_scores_apart(classes, tmp_path):
     """By their last dimension, 64 or another above 1."""
     model = model_of(nc=classes)
-    made = deployed('edge', model, tmp_path / 'model-edge.tflite', imgsz=(SIDE, SIDE), target='edge')
+    made = deployed('edge', model, tmp_path / 'model-coral.tflite', imgsz=(SIDE, SIDE), target='edge')
     shapes = [output['shape'].tolist() for output in Read(made.path).session.outputs]
     added = classes in (1, 64)
     assert sorted(shapes) == sorted([[1, 84, 64], [1, 84, classes + added]])
@@ -299,7 +325,7 @@ def test_from_checkpoint_to_file(small, tmp_path):
     file = best.with_name('best-coral.tflite')
     assert_verdicts(said, json.loads(file.with_name(f'{file.name}.verify.json').read_text()))
     assert re.search(r'[\d.]+% of the integers within one step', said)
-    command('export_qat.py', '--weights', best, '--include', 'edge', '--layout', 'heads', '--sigmoid')
+    command('export_qat.py', '--weights', best, '--include', 'edge', '--layout', 'heads', '--sigmoid', '--per-tensor')
     assert {f'best-heads.{suffix}' for suffix in ('tflite', 'onnx', 'json')} <= {f.name for f in best.parent.iterdir()}
     said = command('val_trt.py', '--weights', file, *data, '--project', tmp_path, '--name', 'val')
     assert 'INT8: ' in said
@@ -319,3 +345,44 @@ def test_vela_leaves_no_operator_to_the_cpu(chip, coral, heads, tmp_path):
         line = [sys.executable, '-c', code, file, '--accelerator-config', chip, '--output-dir', tmp_path]
         said = subprocess.run(line, capture_output=True, text=True, check=True).stdout
         assert re.search(r'CPU operators = 0 ', said) and re.search(r'NPU operators = [1-9]', said)
+
+
+RKNN = """
+import sys
+import numpy
+from rknn.api import RKNN
+model, images, found = sys.argv[1:]
+rknn = RKNN()
+for stage, run in {
+    'config': lambda: rknn.config(
+        target_platform='rk3588', mean_values=[[0] * 3], std_values=[[255] * 3], optimization_level=2
+    ),
+    'load_onnx': lambda: rknn.load_onnx(model=model),
+    'build': lambda: rknn.build(do_quantization=False),
+    'export_rknn': lambda: rknn.export_rknn(found + '.rknn'),
+    'init_runtime': rknn.init_runtime,
+    'inference': lambda: numpy.savez(found, *rknn.inference(inputs=[numpy.load(images)], data_format=['nhwc'])),
+}.items():
+    print('stage', stage, run() or 0, flush=True)
+"""
+
+
+@needs_litert
+@pytest.mark.skipif(
+    'RKNN_PYTHON' not in os.environ, reason='no RKNN_PYTHON, a Python with rknn-toolkit2 (which wants an older onnx)'
+)
+def test_rknn_builds_and_simulates_heads(coral, heads, tmp_path):
+    """Each stage of rknn-toolkit2 ends well, and the predictions are PyTorch's."""
+    pixels = (made_images(1, (SIDE, SIDE)) * 255).round()
+    np.save(tmp_path / 'images.npy', pixels.permute(0, 2, 3, 1).byte().numpy())
+    line = [os.environ['RKNN_PYTHON'], '-c', RKNN, heads[1], tmp_path / 'images.npy', tmp_path / 'found']
+    said = subprocess.run(line, capture_output=True, text=True, cwd=tmp_path)
+    stages = re.findall(r'^stage (\w+) (-?\d+)$', said.stdout, re.MULTILINE)
+    assert said.returncode == 0 and len(stages) == 6 and {code for _, code in stages} == {'0'}, (
+        said.stdout + said.stderr
+    )
+    found = np.load(tmp_path / 'found.npz').values()
+    maps = {name: torch.from_numpy(x).permute(0, 2, 3, 1) for name, x in zip(LAYOUTS['heads'], found, strict=True)}
+    reference = Reference(for_layout(coral[0], 'heads'), 1, (SIDE, SIDE))
+    reference.images, reference.outputs = pixels / 255, reference.traced(pixels / 255)
+    reference.require_agreement(decode(maps, (SIDE, SIDE), False), 'RKNN', 'FP32')

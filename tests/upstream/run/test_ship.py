@@ -23,7 +23,8 @@ from utils.qat.benchmark.baseline import Gain
 from utils.qat.config.deploy import InferConfig
 from utils.qat.config.export import OPSETS
 from utils.qat.config.settings import read
-from utils.qat.config.ship import ENGINES, ShipConfig
+from utils.qat.config.ship import ShipConfig
+from utils.qat.config.tables import TARGETS
 from utils.qat.config.tasks import load_task
 from utils.qat.run.state import STATE
 
@@ -140,7 +141,7 @@ def test_killed_it_takes_its_step_along_and_goes_on(made, tmp_path):
 # ---- plans ---------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize('engine', ENGINES)
+@pytest.mark.parametrize('engine', TARGETS)
 @pytest.mark.parametrize('trt', OPSETS)
 def test_each_step_is_a_command_that_its_program_takes(engine, trt, tmp_path):
     """Also of TensorRT, where there is none. What a step reads was named, or an earlier one has left it."""

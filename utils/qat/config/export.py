@@ -189,10 +189,11 @@ class ExportConfig(OnnxConfig):
 
     layout: str = for_edge(
         'coral',
-        'outputs of the file. coral: boxes and scores, of all strides. heads: boxes and classes of each stride, as .tflite and .onnx',
+        'outputs of the file. coral: boxes and scores. heads: both of each stride, as .tflite and .onnx',
         allowed=('coral', 'heads'),
     )
-    sigmoid: bool = for_edge(False, 'scores of the classes, in 0..1, instead of logits (--layout heads)')
+    sigmoid: bool = for_edge(False, 'scores instead of logits (--layout heads)')
+    per_tensor: bool = for_edge(False, 'one scale for all weights of a layer')
 
     @property
     def files(self) -> dict[str, Path]:

@@ -10,9 +10,6 @@ from utils.qat.config.tables import TARGETS
 
 verdict = partial(option, group='verdict')
 EPOCHS = 10  # on a GPU
-ENGINES = tuple(
-    name for name, target in TARGETS.items() if not target.integers
-)  # of a chip nothing here tells the speed
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,7 +20,7 @@ class ShipConfig(FloatConfig):
     for_: str | None = option(
         None,
         'engine that runs the file; default: TensorRT with a GPU, else OpenVINO, else ONNX Runtime',
-        allowed=ENGINES,
+        allowed=tuple(TARGETS),
     )
     max_drop: float = verdict(
         1.0,

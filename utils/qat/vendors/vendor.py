@@ -27,6 +27,8 @@ class Target:
     title: str  # of the engine in texts
     placement: str = ''  # difference from the Q/DQ placement of the default target, for `-h`
     include: str = 'onnx'  # its kind of file
+    # the target whose float files, and whose backend in the benchmark, stand in for those of a chip, which computes only integers
+    stand_in: str = ''
     graph: str = (
         'utils.qat.vendors.tensorrt.graph'  # has `finish`, its last pass over an ONNX graph, and RULES of its audit
     )

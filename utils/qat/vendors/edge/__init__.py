@@ -16,6 +16,7 @@ TARGET = replace(
     title='edge chips',
     placement='as litert, and images and the outputs of the head are integers',
     include='edge',
+    stand_in='litert',
     graph=f'{__name__}.graph',
     int8_outputs=frozenset({'box', 'class'}),
     integers=True,
@@ -24,5 +25,5 @@ TARGET = replace(
 VENDOR = Vendor(
     TARGET,
     {'edge': Backend('LiteRT', f'{__name__}.session', litert.FILES, ())},  # the benchmark takes that of litert
-    {'edge': FileKind('-edge.tflite', f'{__name__}.write', ('layout', 'sigmoid'))},
+    {'edge': FileKind('-coral.tflite', f'{__name__}.write', ('layout', 'sigmoid', 'per_tensor'))},
 )

@@ -11,26 +11,11 @@ import numpy as np
 from utils.qat.core.errors import QatError
 
 
-def tensors_of(file: Path) -> dict[str, Any]:
-    """Describe the inputs and outputs of a file for its reader: name → shape, type, scale and zero point."""
-    from ai_edge_litert.interpreter import Interpreter
-
-    model = Interpreter(str(file))
-    return {
-        each['name']: {
-            'shape': each['shape'].tolist(),
-            'type': each['dtype'].__name__,
-            'scale': float(each['quantization'][0]),
-            'zero_point': int(each['quantization'][1]),
-        }
-        for each in (*model.get_input_details(), *model.get_output_details())
-    }
-
-
-def with_integer_ends(file: Path, outputs: Sequence[str]) -> None:
+def with_integer_ends(file: Path, outputs: Sequence[str]) -> dict[str, Any]:
     """Let a converted file take the pixels themselves, UINT8 `images`, in place, and name its outputs.
 
-    Raises QatError if an operator of it is in float.
+    Returns its inputs and outputs, for its reader: name → shape, type, scale and zero point. Raises QatError if an operator of it is in
+    float.
     """
     from ai_edge_litert import schema_py_generated as schema
     from ai_edge_litert.tools import flatbuffer_utils
@@ -48,11 +33,20 @@ def with_integer_ends(file: Path, outputs: Sequence[str]) -> None:
         )
     left[0].inputs = np.array([image], np.int32)
     pixels, quantized = graph.tensors[image], graph.tensors[left[0].outputs[0]].quantization
-    pixels.type, pixels.name = schema.TensorType.UINT8, b'images'
+    pixels.type = schema.TensorType.UINT8
     pixels.quantization = schema.QuantizationParametersT()
     pixels.quantization.scale, pixels.quantization.zeroPoint = quantized.scale, np.array([0], np.int64)
-    signature.inputs[0].name = b'images'
-    for i, (entry, name) in enumerate(zip(sorted(signature.outputs, key=lambda each: each.name), outputs)):
-        entry.name = graph.tensors[entry.tensorIndex].name = name.encode()
-        graph.outputs[i] = entry.tensorIndex
+    returned = sorted(signature.outputs, key=lambda each: each.name)
+    graph.outputs = [each.tensorIndex for each in returned]
+    about = {}
+    for entry, name in zip((*signature.inputs, *returned), ('images', *outputs)):
+        tensor = graph.tensors[entry.tensorIndex]
+        entry.name = tensor.name = name.encode()
+        about[name] = {
+            'shape': [*map(int, tensor.shape)],
+            'type': 'uint8' if tensor is pixels else 'int8',
+            'scale': float(tensor.quantization.scale[0]),
+            'zero_point': int(tensor.quantization.zeroPoint[0]),
+        }
     flatbuffer_utils.write_model(model, str(file))
+    return about

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import torch
 from typing_extensions import override
+from utils.tal.anchor_generator import dist2bbox, make_anchors
 
 from utils.qat.core.errors import QatError
 from utils.qat.vendors.litert.session import LiteRT, MeasuredLiteRT, read_metadata, values_of
@@ -29,16 +30,9 @@ def decode(outputs: Mapping[str, torch.Tensor], size: Sequence[int], sigmoid: bo
         maps = ([outputs[f'{part}{stride}'].flatten(1, 2) for stride in STRIDES] for part in ('box', 'cls'))
         outputs = dict(zip(JOINED, (torch.cat(each, 1) for each in maps)))
     logits, scores = (outputs[name] for name in JOINED)
-    cells, strides = [], []
-    for stride in STRIDES:
-        height, width = (side // stride for side in size)
-        y, x = torch.meshgrid(torch.arange(height) + 0.5, torch.arange(width) + 0.5, indexing='ij')
-        cells.append(torch.stack((x, y), -1).view(-1, 2))
-        strides.append(torch.full((height * width, 1), float(stride)))
-    cell, stride = torch.cat(cells), torch.cat(strides)
+    cells, strides = make_anchors([logits.new_empty(1, 1, *(side // s for side in size)) for s in STRIDES], STRIDES)
     sides = logits.unflatten(2, (4, BINS)).softmax(-1) @ torch.arange(float(BINS))  # left, top, right, bottom
-    first, last = cell - sides[..., :2], cell + sides[..., 2:]
-    boxes = torch.cat(((first + last) / 2, last - first), -1) * stride
+    boxes = dist2bbox(sides, cells) * strides
     return torch.cat((boxes, scores if sigmoid else scores.sigmoid()), -1).transpose(1, 2)
 
 

@@ -6,10 +6,7 @@ Beside them stands MODEL-LAYOUT.json with all that a reader needs: names, shapes
 from __future__ import annotations
 
 import json
-import zipfile
-from collections.abc import Sequence
-from copy import deepcopy
-from functools import partial
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,19 +15,19 @@ import torch.nn as nn
 from typing_extensions import override
 
 from models.deploy.agreement import Reference, metadata_of, traceable_copy
-from models.deploy.decomposed import GriddedWeight, RoundedActivation, on_integers
-from models.deploy.formats.format import Export, Format, Written, size_of
-from models.deploy.formats.onnx import export_onnx
+from models.deploy.decomposed import GriddedWeight, on_integers
+from models.deploy.formats.format import Export, Written, size_of
+from models.deploy.formats.onnx import checked, traced_graph
 from models.quantize.blocks import QuantConv2d
-from models.quantize.quantizers import QMIN, UNIT_SCALE, rounded_unit
+from models.quantize.quantizers import OutputQuantizer, Quantizer, UnitQuantizer, rounded_unit
 from utils.qat.core.errors import QatError
 from utils.qat.core.files import atomic, write_json
-from utils.qat.vendors.edge.graph import raw_heads
-from utils.qat.vendors.edge.integers import tensors_of, with_integer_ends
-from utils.qat.vendors.edge.session import BINS, LAYOUTS, STRIDES, Edge
-from utils.qat.vendors.litert.session import METADATA, load_litert
-from utils.qat.vendors.litert.write import CPU, PoolsAsConvolutions, load_converter, write_module
-from utils.qat.vendors.load import open_file
+from utils.qat.graph.passes import set_metadata
+from utils.qat.vendors.edge.integers import with_integer_ends
+from utils.qat.vendors.edge.session import BINS, JOINED, LAYOUTS, STRIDES, Edge, decode
+from utils.qat.vendors.litert.write import CPU, LiteRTFormat, PoolsAsConvolutions, append_metadata, write_module
+from utils.qat.vendors.load import open_file, open_session
+from utils.qat.vendors.vendor import Target
 
 NO_CLASS = -24.0  # bias, the logit of a class that never scores: below all ranges
 LIKE_BOXES = 1, 4 * BINS  # numbers of classes with which Frigate takes scores for boxes, or boxes for scores
@@ -70,12 +67,11 @@ class RawHead(nn.Module):
         super().__init__()
         self.cv2, self.cv3 = head.cv2, head.cv3
         self.i, self.f, self.type = head.i, head.f, head.type  # upstream's model reads them
-        self.sigmoid = RoundedActivation(UNIT_SCALE, QMIN, False) if sigmoid else None
+        self.scores = nn.Sequential(nn.Sigmoid(), UnitQuantizer()) if sigmoid else nn.Identity()
 
-    def forward(self, maps: Sequence[torch.Tensor]) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """Return (boxes, classes) of each map [B, C, h, w]."""
-        found = [(box(x), classes(x)) for box, classes, x in zip(self.cv2, self.cv3, maps)]
-        return [(box, self.sigmoid(scores.sigmoid())) for box, scores in found] if self.sigmoid else found
+    def forward(self, maps: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Return boxes and classes of each map [B, C, h, w], in the order of LAYOUTS['heads']."""
+        return [part for box, cls, x in zip(self.cv2, self.cv3, maps) for part in (box(x), self.scores(cls(x)))]
 
 
 class EdgeProgram(nn.Module):
@@ -88,20 +84,36 @@ class EdgeProgram(nn.Module):
     def forward(self, images: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """Compute the outputs, in the order of LAYOUTS."""
         with PoolsAsConvolutions():  # the clamp: see OnChannelsLast
-            found = self.model(images.clamp(0, 1).permute(0, 3, 1, 2))
-        maps = [[part.permute(0, 2, 3, 1) for part in pair] for pair in found]
+            maps = [part.permute(0, 2, 3, 1) for part in self.model(images.clamp(0, 1).permute(0, 3, 1, 2))]
         if not self.joined:
-            return tuple(part for pair in maps for part in pair)
-        return tuple(torch.cat([part.flatten(1, 2) for part in parts], 1) for parts in zip(*maps))
+            return tuple(maps)
+        return tuple(torch.cat([part.flatten(1, 2) for part in parts], 1) for parts in (maps[::2], maps[1::2]))
 
 
-def edge_program(model: nn.Module, layout: str, sigmoid: bool = False, spare: bool = False) -> EdgeProgram:
-    """Make the program of a layout from a quantized model; it rounds as the file does."""
+def for_layout(model: nn.Module, layout: str, per_tensor: bool = False) -> nn.Module:
+    """Copy a quantized model, with the weights, the biases and the scales of the outputs that a file of a layout has."""
     model = without_groups(traceable_copy(model))
+    for module in model.modules():
+        if layout == 'heads' and isinstance(module, OutputQuantizer):
+            module.separate()
+        if per_tensor and isinstance(module, QuantConv2d):
+            amax, module.weight_quantizer = module.weight_quantizer._amax.amax(), Quantizer()
+            module.weight_quantizer.set_amax(amax)
+        if (
+            isinstance(module, QuantConv2d) and module.bias is not None
+        ):  # an INT32 in steps of a product of two integers
+            step = module.input_quantizer.scale * module.weight_quantizer.scale
+            module.bias.copy_((module.bias / step).round() * step)
+    return model
+
+
+def raw_model(model: nn.Module, sigmoid: bool = False, spare: bool = False) -> nn.Module:
+    """Copy a model with a head that returns what its convolutions compute. spare: with a class more, that never scores."""
+    model = traceable_copy(model)
     if spare:
         add_class(model.model[-1])
     model.model[-1] = RawHead(model.model[-1], sigmoid)
-    return EdgeProgram(model, layout == 'coral').eval()
+    return model.eval()
 
 
 def within_a_step(found: dict[str, torch.Tensor], wanted: Sequence[torch.Tensor], tensors: dict[str, Any]) -> float:
@@ -113,88 +125,81 @@ def within_a_step(found: dict[str, torch.Tensor], wanted: Sequence[torch.Tensor]
     return torch.cat([each.flatten() for each in near]).float().mean().item()
 
 
-class EdgeFormat(Format):
+def write_heads(
+    raw: nn.Module, file: Path, reference: Reference, target: Target, opset: int, metadata: Mapping[str, Any]
+) -> None:
+    """Write a `raw_model` as an ONNX file with Q/DQ. Raises QatError if its predictions are not those of the reference."""
+    names, images = LAYOUTS['heads'], reference.images
+    with atomic(file) as tmp:
+        graph = traced_graph(raw, images, tmp, names, target, opset=opset)
+        checked(set_metadata(graph, **metadata), tmp)
+        found = open_session(tmp, CPU, 'onnxruntime').run({'images': images})
+        maps = {name: found[name].permute(0, 2, 3, 1) for name in names}
+        predictions = decode(maps, images.shape[2:], metadata['sigmoid'])
+        reference.require_agreement(predictions, 'ONNX Runtime', 'FP32')
+
+
+class EdgeFormat(LiteRTFormat):
     """MODEL-coral.tflite, or MODEL-heads.tflite and MODEL-heads.onnx; see the head of this file."""
 
     name = runs_in = 'edge'
 
     @override
     def paths(self, export: Export, path: Path) -> list[Path]:
-        stem = f'{path.name.removesuffix("-edge.tflite")}-{export.config.layout}'
-        suffixes = ('tflite', 'json', 'onnx') if export.config.layout == 'heads' else ('tflite', 'json')
-        return [path.with_name(f'{stem}.{suffix}') for suffix in suffixes]
+        if export.config.layout == 'coral':
+            return [path, path.with_suffix('.json')]
+        file = path.with_name(path.name.replace('-coral.', '-heads.'))
+        return [file, file.with_suffix('.json'), file.with_suffix('.onnx')]
 
     @override
     def require(self, export: Export) -> None:
-        config, weights, task = export.config, export.config.weights, export.predict.task
-        for flag, given in (
-            ('--dynamic', config.dynamic),
-            ('--half', config.half),
-            ('--batch-size', config.batch_size > 1),
-        ):
-            if given:
-                raise QatError(f'{flag}: not with --include edge, whose files take one image of one size; leave it out')
+        config, model = export.config, export.predict.model
+        if config.batch_size > 1:
+            raise QatError('--batch-size: not with --include edge, whose files take one image; leave it out')
         if config.sigmoid and config.layout == 'coral':
             raise QatError('--sigmoid: only with --layout heads; programs for coral compute it themselves')
         if config.layout == 'heads' and config.opset > LAST_OPSET:
             raise QatError(f'--opset {config.opset}: compilers for these chips read up to {LAST_OPSET}; leave it out')
-        if not (export.int8 and export.target.integers):
+        if not export.int8:
             raise QatError(
-                f'{weights}: is {task.title} {"quantized for " + export.target.title if export.int8 else "in float"}; --include edge takes '
-                'detectors of: python qat.py quantize --target edge'
+                f'{config.weights}: is in float; --include edge takes detectors of: python qat.py quantize --target edge'
             )
-        if tuple(map(int, export.predict.model.stride)) != STRIDES:
+        if tuple(map(int, model.stride)) != STRIDES:
             raise QatError(
-                f'{weights}: its strides are {export.predict.model.stride.tolist()}; programs for these files know {STRIDES}'
+                f'{config.weights}: its strides are {model.stride.tolist()}; programs for these files know {STRIDES}'
             )
-        load_litert('--include edge')
-        load_converter('--include edge')
+        super().require(export)
 
     @override
     @torch.no_grad()
     def write(self, export: Export, path: Path) -> Written:
-        config, model = export.config, export.predict.model.cpu()
+        config, names = export.config, LAYOUTS[export.config.layout]
+        joined = names == JOINED
         file, beside, *onnx = self.paths(export, path)
-        spare = config.layout == 'coral' and len(model.names) in LIKE_BOXES
-        program = edge_program(model, config.layout, config.sigmoid, spare)
-        reference = Reference(model, 1, config.imgsz)
+        model = for_layout(export.predict.model.cpu(), config.layout, config.per_tensor)
+        spare = joined and len(model.names) in LIKE_BOXES
+        raw, reference = raw_model(model, config.sigmoid, spare), Reference(model, 1, config.imgsz)
         if config.sigmoid:
             reference.outputs[:, 4:] = rounded_unit(reference.outputs[:, 4:])
         about = metadata_of(model, export.kept_float, export.target.name)
-        about |= {
-            'imgsz': list(config.imgsz),
-            'batch': 1,
-            'layout': config.layout,
-            'sigmoid': config.sigmoid,
-            'spare': int(spare),
-        }
+        about |= {'imgsz': list(config.imgsz), 'batch': 1, 'layout': config.layout, 'sigmoid': config.sigmoid}
+        about['spare'] = int(spare)
         with atomic(file) as tmp:
-            integer = EdgeProgram(on_integers(program.model, stored=GriddedWeight), program.joined)
+            integer = EdgeProgram(on_integers(raw, stored=GriddedWeight), joined)
             write_module(integer, (1, *config.imgsz, 3), tmp, True, '--include edge')
-            with_integer_ends(tmp, LAYOUTS[config.layout])
-            about['tensors'] = tensors_of(tmp)
-            with zipfile.ZipFile(tmp, 'a') as archive:
-                metadata = {key: json.dumps(value) if key == 'tensors' else str(value) for key, value in about.items()}
-                archive.writestr(METADATA, json.dumps(metadata))
+            about['tensors'] = with_integer_ends(tmp, names)
+            metadata = {**about, 'tensors': json.dumps(about['tensors'])}
+            append_metadata(tmp, metadata)
             opened = open_file(tmp, CPU, 'edge')
             agreement = reference.require_agreement(opened(reference.images), 'LiteRT', 'FP32')
+            simulated = EdgeProgram(raw, joined)(reference.images.permute(0, 2, 3, 1))
             assert isinstance(opened.session, Edge)
-            near = within_a_step(
-                opened.session.integers(), program(reference.images.permute(0, 2, 3, 1)), about['tensors']
-            )
+            near = within_a_step(opened.session.integers(), simulated, about['tensors'])
         for onnx_file in onnx:
-            export_onnx(
-                without_groups(deepcopy(model)),
-                onnx_file,
-                config.imgsz,
-                opset=config.opset,
-                kept_float=export.kept_float,
-                target=export.target,
-                layout=partial(raw_heads, tensors=about['tensors'], sigmoid=config.sigmoid),
-            )
+            write_heads(raw, onnx_file, reference, export.target, config.opset, metadata)
         write_json(beside, about)
         lines = [
-            f'-> {file}, {size_of(file)}: {", ".join(LAYOUTS[config.layout])}, images UINT8 of {" x ".join(map(str, config.imgsz))}',
+            f'-> {file}, {size_of(file)}: {", ".join(names)}, images UINT8 of {" x ".join(map(str, config.imgsz))}',
             f'LiteRT against PyTorch: {agreement}; {near:.2%} of the integers within one step',
             *['one class was added that never scores: Frigate tells boxes and scores apart by their last dimension']
             * spare,

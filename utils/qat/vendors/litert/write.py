@@ -6,7 +6,7 @@ same scales. Images are [B, H, W, 3], and boxes relative to the image, as Ultral
 
 import json
 import zipfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -102,6 +102,12 @@ def write_module(module: nn.Module, shape: Sequence[int], file: Path, quantized:
         library.convert(module.eval(), (torch.zeros(*shape),), quant_config=settings).export(str(file))
 
 
+def append_metadata(file: Path, metadata: Mapping[str, Any]) -> None:
+    """Append metadata to a .tflite file, as texts, where Ultralytics' package looks for them."""
+    with zipfile.ZipFile(file, 'a') as archive:
+        archive.writestr(METADATA, json.dumps({key: str(value) for key, value in metadata.items()}))
+
+
 class LiteRTFormat(Format):
     """MODEL.tflite, which returns predictions."""
 
@@ -112,13 +118,13 @@ class LiteRTFormat(Format):
         for flag in ('dynamic', 'half'):
             if getattr(export.config, flag):
                 raise QatError(f'--{flag}: not with --include {self.name}; leave it out')
+        if export.int8 and not export.target.places_as(load_target(self.name)):
+            raise QatError(
+                f'{export.config.weights}: was quantized for {export.target.title}, so that much of it would be in float; quantize with '
+                f'--target {self.name}'
+            )
         load_litert(f'--include {self.name}')
         load_converter(f'--include {self.name}')
-        if export.int8 and not export.target.places_as(load_target('litert')):
-            raise QatError(
-                f'{export.config.weights}: was quantized for {export.target.title}; LiteRT would compute most of it in float, so quantize '
-                'with --target litert'
-            )
 
     @override
     @torch.no_grad()
@@ -129,8 +135,7 @@ class LiteRTFormat(Format):
         metadata |= {'imgsz': list(config.imgsz), 'batch': config.batch_size}
         with atomic(path) as tmp:
             convert(traceable_copy(model), config.imgsz, config.batch_size, tmp)
-            with zipfile.ZipFile(tmp, 'a') as archive:
-                archive.writestr(METADATA, json.dumps({key: str(value) for key, value in metadata.items()}))
+            append_metadata(tmp, metadata)
             opened = open_file(tmp, CPU, 'litert')
             agreement = reference.require_agreement(opened(reference.images), 'LiteRT', 'FP32')
         return self.report(export, path, 'LiteRT file', agreement, *opened.notes)

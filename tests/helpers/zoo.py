@@ -76,10 +76,9 @@ def build(name, seed=0, **changes):
     Their statistics are those of `image(batch=4)`, so that activations keep their size through all layers.
     """
     torch.manual_seed(seed)
-    named = changes.get(
-        'activation', 'nn.SiLU()'
-    )  # upstream keeps that of the last config, of which a tree reads it for Conv alone
-    Conv.default_act = RepConvN.default_act = getattr(torch.nn, named[len('nn.') : -len('()')])()
+    # Upstream keeps the activation of the last config. The small tree reads it for Conv alone; of ReLU6 all have to be.
+    relu6 = changes.get('activation') == 'nn.ReLU6()'
+    Conv.default_act = RepConvN.default_act = torch.nn.ReLU6() if relu6 else torch.nn.SiLU()
     with quiet_upstream():
         model = (SegmentationModel if name.endswith('seg') else DetectionModel)(config(name, **changes)).eval()
     norms = [m for m in model.modules() if isinstance(m, torch.nn.BatchNorm2d)]

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from models.quantize.run.duration import CALIBRATED, LEARNT, SCORED
+from models.quantize.calibration.ptq import COMPARED as COMPARED_ON
+from models.quantize.run.duration import CALIBRATED, CHOSEN, LEARNT, SCORED
 from utils.qat.config.settings import command_words, flag_of
 from utils.qat.config.ship import ShipConfig
 from utils.qat.config.tables import FORMATS, TARGETS
@@ -19,8 +20,9 @@ SHOWN = 10  # images side by side
 DURATION = 3  # seconds of a measurement
 ITERS = 200  # steps of an epoch, at most
 # Expected times. In passes of the float model, as in duration.py: a comparison, and `sensitive`
-COMPARED, OF_UNITS, TRIALS = 4.5, 8, 10  # and calibrations of `quantize --max-drop`
-LOADING, EXPORTED, BUILT = 5, 8, 330  # seconds: until a command has its libraries and model; an export, an engine
+COMPARED, OF_UNITS, TRIALS = 6, 8, 10  # and calibrations of `quantize --max-drop`
+# Seconds: until a command has its libraries and model; an export, an engine, the search of ranges, the pictures
+LOADING, EXPORTED, BUILT, RANGES, DRAWN = 5, 8, 330, 10, 8
 
 
 class Step(NamedTuple):
@@ -130,7 +132,8 @@ class Plan:
         numbers, epochs = self.numbers, self.config.epochs or 0
         scores = bool(epochs or options)  # else `quantize` has nothing to choose, and the file is scored later
         options |= {} if scores else {'no_eval_origin': True, 'no_eval_ptq': True}
-        passes = CALIBRATED * numbers['calibration'] + SCORED * numbers['val'] * 2 * scores
+        chosen = CHOSEN * min(COMPARED_ON, numbers['calibration']) + RANGES / self.seconds
+        passes = CALIBRATED * numbers['calibration'] + chosen + SCORED * numbers['val'] * 2 * scores
         passes = passes * (TRIALS if 'sensitive' in options else 1) + epochs * self.epoch / self.seconds
         words = *flags(target=self.target.name, epochs=epochs, **options), *self.typed('activation', 'calib_images')
         title = 'calibration' + ' and fine-tuning' * bool(epochs)
@@ -140,7 +143,7 @@ class Plan:
         yield from self.files(run, checkpoint, file)
         files, how = [self.config.weights, checkpoint, file], self.images(data=self.config.data, images=0, show=SHOWN)
         name, title = f'{run}-outputs', 'AP and outputs of the files'
-        yield self.step(name, title, 'compare.json', passes * self.seconds, 'compare_outputs.py', *files, *how)
+        yield self.step(name, title, 'compare.json', passes * self.seconds + DRAWN, 'compare_outputs.py', *files, *how)
         how = flags(backend=self.shown.name, device=self.engine_device, batch=self.config.batch, duration=DURATION)
         files = [self.float_file, file]
         yield self.step(f'{run}-speed', 'speed', 'benchmark.json', 6 * DURATION, 'benchmark_trt.py', *files, *how)

@@ -38,7 +38,7 @@ POINTS = {  # name → (function, which call, how; what --resume says then)
     'in epoch 1': ('models.quantize.finetuning.training_step.TrainingStep.__call__', 2, 'after', RESUME),
     'keeping epoch 1': ('pathlib.Path.write_bytes', 3, 'half', RESUME),
     'scoring epoch 1': ('utils.qat.evaluation.detection_scores.Scorer.metrics', 3, 'before', RESUME),
-    'copying the best model': ('shutil.copyfile', 1, 'half', RESUME),
+    'naming the best model': ('os.link', 1, 'after', RESUME),
     'in epoch 2': ('models.quantize.finetuning.training_step.TrainingStep.__call__', 3, 'after', RESUME),
     'reporting epoch 2': ('pathlib.Path.write_text', 7, 'half', RESUME),
     'drawing': ('utils.qat.run.report.plot_ap', 1, 'before', RESUME),

@@ -125,16 +125,17 @@ def test_two_processes_are_resumed_as_two(small, tmp_path):
 
 @pytest.mark.faults
 def test_two_processes_learn_the_functions_that_one_learns_in_batches_of_twice_the_size(small, tmp_path):
-    recipe = '--activation relu --activation-epochs 3 --iters 1 --epochs 0 --no-eval-origin'.split()
+    recipe = '--activation relu --activation-epochs 1 --iters 1 --epochs 0 --no-eval-origin'.split()
     command(*quantize(small, tmp_path, *recipe, '--name', 'alone', '--batch-size', 2 * BATCH))
     two_forks(*quantize(small, tmp_path, *recipe, '--name', 'pair'))
     alone, pair = (report['adapted'] for report in reports(tmp_path))
     assert alone['loss'] == pytest.approx(pair['loss'], rel=1e-4)
-    models = [load_float(tmp_path / name / part['file']) for name, part in (('alone', alone), ('pair', pair))]
-    for ours, theirs in zip(*(model.state_dict().values() for model in models), strict=True):
-        torch.testing.assert_close(
-            ours, theirs, rtol=0.01, atol=1e-3
-        )  # Adam's first steps are the signs of small gradients
+    # Adam's first step is the rate times the sign of each gradient, and the sum of a gradient near 0 has either sign.
+    ours, theirs = (
+        torch.cat([t.flatten() for t in load_float(tmp_path / name / part['file']).state_dict().values()])
+        for name, part in (('alone', alone), ('pair', pair))
+    )
+    torch.testing.assert_close(ours, theirs, rtol=0.01, atol=1e-3)
 
 
 @pytest.mark.faults

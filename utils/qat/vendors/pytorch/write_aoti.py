@@ -51,15 +51,22 @@ def _silence() -> None:
 
 
 @contextlib.contextmanager
-def _own_cache() -> Iterator[None]:
-    """Let the compiler write to a temporary folder, unless the user's environment names another."""
-    before = os.environ.get(CACHE)
-    os.environ[CACHE] = before or _scratch().name
+def _own_environment() -> Iterator[None]:
+    """Let the compiler write to a temporary folder, unless the user's environment names another, and run nothing of the current folder.
+
+    It tries the CPU's instructions in processes of Python, which look for modules there, unless PYTHONSAFEPATH (Python 3.11) says not to.
+    """
+    own = {CACHE: os.environ.get(CACHE) or _scratch().name, 'PYTHONSAFEPATH': '1'}
+    before = {name: os.environ.get(name) for name in own}
+    os.environ.update(own)
     try:
         yield
     finally:
-        if before is None:
-            os.environ.pop(CACHE, None)
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
 
 
 def require_compiler(device: torch.device, quantized: bool, half: bool) -> None:
@@ -111,7 +118,7 @@ def _compile(
         '--include aoti: AOTInductor cannot compile the model',
         (RuntimeError, torch._dynamo.exc.UserError),
     )
-    with _own_cache(), reporting(problem, *errors, most=300):
+    with _own_environment(), reporting(problem, *errors, most=300):
         torch._inductor.aoti_compile_and_package(
             trace(model, images, config.half, config.dynamic),
             package_path=str(path),

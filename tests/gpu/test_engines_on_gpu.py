@@ -16,7 +16,7 @@ SIZE, IOU = 128, 0.6
 
 
 def benchmark(file, options, project, code=0):
-    """What benchmark_trt.py measures, briefly, on the GPU."""
+    """Return what benchmark_trt.py measures, briefly, on the GPU."""
     command('benchmark_trt.py', file, *options.split(), '--device', 0, '--project', project, code=code)
     return [] if code else json.loads((project / 'exp' / 'benchmark.json').read_text())['results']
 

@@ -47,7 +47,7 @@ def flags(**values: Any) -> list[object]:
 
 @dataclass(frozen=True)
 class Plan:
-    """What is known of a model, its data and its engine, and the steps."""
+    """A plan holds what is known of a model, its data and its engine, and yields the steps of `ship`."""
 
     config: ShipConfig  # with every default resolved
     task: Any

@@ -182,7 +182,7 @@ def test_without_ipython_gitpython_and_pkg_resources(fresh, tmp_path):
 
 
 def test_names_that_newer_libraries_lack(fresh, tmp_path):
-    """Of NumPy, Pillow and torch.cuda.amp, which would say that it is deprecated; a pickled checkpoint is loaded."""
+    """Upstream finds the names of NumPy, Pillow and torch.cuda.amp that are gone or deprecated, and loads a pickled checkpoint."""
     said = fresh(f"""
         import numpy as np, torch
         from PIL import ImageFont

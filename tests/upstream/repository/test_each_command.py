@@ -290,7 +290,7 @@ def watched(tmp_path_factory):
 
 
 def loads(watched, line, **environment):
-    """What a command says that ends where it loads; of the user's settings it has only `environment`."""
+    """Return what a command says that ends where it loads; of the user's settings it has only `environment`."""
     line = ' '.join(str(watched / word) if word in INPUTS else word for word in line.split())
     unset = dict.fromkeys([*CHOSEN, 'OMP_NUM_THREADS'], None)
     with pytest.MonkeyPatch.context() as patch:

@@ -587,7 +587,7 @@ def test_what_openvino_loses_is_said_of_a_classifier(job):
 
 
 def test_the_square_of_a_projection_is_twice_the_divergence():
-    """Of class scores, in the mean of many probes and for a small change, as for detectors."""
+    """The squared projection of a small change of class scores is, in the mean of many probes, twice its divergence, as for detectors."""
     generator = torch.Generator().manual_seed(0)
     logits = torch.randn(3, 6, generator=generator, dtype=torch.float64)
     change = 0.02 * torch.randn(3, 6, generator=generator, dtype=torch.float64)

@@ -171,7 +171,8 @@ def main(argv: Sequence[str] | None = None) -> None:
             '--generate-graph: not with --tune-build-routes; draw the engine that it keeps: trtexec --loadEngine'
         )
     layer, profile = (config.engine.with_suffix(f'.{what}.json') for what in ('layer', 'profile'))
-    if graph and not earlier(config).get('layers'):  # the sidecar tells that they are ours: TensorRT writes them
+    drawn = bool(earlier(config).get('layers'))  # the sidecar tells that they are ours: TensorRT writes them
+    if graph and not drawn:
         require_ours([layer, profile], 'rename it, or give another --engine')
     trtexec = find_trtexec() if config.trtexec and config.backend == 'tensorrt' else None
     with alive('still building'):
@@ -183,8 +184,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     LOGGER.info(
         f'{config.onnx} -> {config.engine}: {built["precision"]}, {built["built_by"]}, {shapes}, {built["bytes"] / 1e6:.1f} MB'
     )
-    if graph:
+    if graph or drawn:
         write_json(sidecar_of(config.engine), {**built, 'layers': layer.name})
+    if graph:
         following = command('scripts/draw_engine.py', '--layer', layer, '--profile', profile)
     else:
         shape = next(iter(built['inputs'].values()))['opt']

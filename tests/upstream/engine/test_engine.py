@@ -287,6 +287,10 @@ def test_the_command(rtx, file):
     mine.write_text('mine')
     assert f'{mine}: is there already' in command('scripts/build_engine.py', *words, '--generate-graph', code=2)
     assert mine.read_text() == 'mine'
+    sidecar = path.with_suffix('.engine.json')
+    sidecar.write_text(json.dumps({**json.loads(sidecar.read_text()), 'layers': mine.name}))
+    command('scripts/build_engine.py', *words)
+    assert json.loads(sidecar.read_text())['layers'] == mine.name, 'a later build without the option knows them too'
 
 
 # ---- which engine fits where --------------------------------------------------------------------------------------------

@@ -147,7 +147,9 @@ def test_every_law_on_every_export(small, tmp_path, head, kind, options):
 
 
 def assert_half(graph, quantized):
-    """All is FP16 up to the decoding but the integers, with Casts at the two ends alone. The images of INT8 are quantized as they come."""
+    """All is FP16 up to the decoding but the integers and the sums of them, with Casts at the two ends alone. The images of INT8 are
+    quantized as they come. Each sum has DQs of its own, which are FP32 as it is.
+    """
     types, convs = types_of(graph), [n for n in graph.graph.node if n.op_type == 'Conv']
     assert Counter(types[n.output[0]] for n in convs) == {HALF: len(convs) - 1, FLOAT: 1}, 'FP32: the DFL'
     assert [name for name, kind in casts(graph) if kind == HALF] == ([] if quantized else ['images'])
@@ -155,7 +157,13 @@ def assert_half(graph, quantized):
     assert {types[n.output[0]] for n in decoding} <= {FLOAT, TensorProto.INT64}
     assert {types[n.output[0]] for n in graph.graph.node if n.op_type == 'Resize'} <= {HALF}
     between = between_quantized(graph.graph.node)
-    assert {types[o] for n in between for o in n.output} <= {HALF, TensorProto.INT8, TensorProto.INT64}
+    dequantized = {o for n in graph.graph.node if n.op_type == 'DequantizeLinear' for o in n.output}
+    sums = [n for n in between if n.op_type == 'Add' and dequantized.issuperset(n.input)]
+    in_fp32 = [name for n in sums for name in (*n.input, *n.output)]
+    assert {types[name] for name in in_fp32} == ({FLOAT} if quantized else set())
+    assert len(in_fp32) == len(set(in_fp32)) and all(len(onnx_graph.readers(graph)[name]) == 1 for name in in_fp32)
+    others = {o for n in between for o in n.output}.difference(in_fp32)
+    assert {types[name] for name in others} <= {HALF, TensorProto.INT8, TensorProto.INT64}
     assert not quantized or {'Conv', 'Mul', 'Sigmoid', 'Add', 'Concat'} <= {n.op_type for n in between}
 
 

@@ -5,9 +5,12 @@
 Images are quantized in FP32: a Cast before the first Q would be one more pass over the largest tensor. Decoding
 stays FP32, because FP16 has 11 bits of mantissa and box coordinates go up to the size of the image. Scales are FP16 too
 (opset 19 to 22).
+
+Sums between DQ and Q are FP32: TensorRT 10.6 computes those of FP16 with kernels that read no channels in groups of 32,
+and copies each addend first (docs/tensorrt.md#measured).
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 
 import numpy as np
 import onnx
@@ -44,8 +47,9 @@ def to_half(model: ModelProto) -> ModelProto:
         )
     constants_to_initializers(model)
     store_int8_weights(model)
+    sums = _separate_sums(model)
     qdq, types = count_qdq(model), _types(model)
-    _retype(model, _feature_inputs(model, types), types)
+    _retype(model, _feature_inputs(model, types, sums), types)
     del model.graph.value_info[:]
     model.CopyFrom(_infer(model))
     onnx.checker.check_model(model, full_check=True)
@@ -63,6 +67,43 @@ def _types(model: ModelProto) -> dict[str, int]:
     return {**found, **{i.name: i.data_type for i in graph.initializer}}
 
 
+def _exact(scale: np.ndarray) -> bool:
+    """Tell whether a scale is an FP16 number, so that one end of Q/DQ may have it in FP32 and the other in FP16."""
+    with np.errstate(over='ignore'):  # a scale beyond FP16 becomes inf, which differs
+        return np.array_equal(scale.astype(np.float16), scale)
+
+
+def _separate_sums(model: ModelProto) -> set[str]:
+    """Find the Adds of DQs that Qs alone read, in place: a DQ that others read too is doubled.
+
+    Returns:
+        The outputs of the Adds and of their DQs.
+    """
+    made_by, read_by, values = producers(model), readers(model), constants(model)
+    outputs, found, copies = {o.name for o in model.graph.output}, set[str](), dict[str, list[NodeProto]]()
+    for node in model.graph.node:
+        sources = [made_by[name] for name in node.input if name in made_by]
+        quantizers = [reader for reader, _ in read_by.get(node.output[0], ())]
+        if (
+            node.op_type != 'Add'
+            or outputs.intersection(node.output)
+            or [s.op_type for s in sources] != ['DequantizeLinear'] * 2
+            or {q.op_type for q in quantizers} != {'QuantizeLinear'}
+            or not all(_exact(values[end.input[1]]) for end in (*sources, *quantizers))
+        ):
+            continue
+        for i, source in enumerate(sources):
+            if len(read_by[node.input[i]]) > 1:
+                copy = NodeProto()
+                copy.CopyFrom(source)
+                copy.name = copy.output[0] = node.input[i] = f'{node.output[0]}/addend_{i}'
+                copies.setdefault(source.output[0], []).append(copy)
+            found.add(node.input[i])
+        found.add(node.output[0])
+    replace_nodes(model, [n for node in model.graph.node for n in (node, *copies.get(node.output[0], ()))])
+    return found
+
+
 def _float_inputs(node: NodeProto, version: int, types: Mapping[str, int]) -> set[int]:
     """Return the positions of the FP32 inputs of a node that may be FP16 and have its computation type.
 
@@ -76,20 +117,16 @@ def _float_inputs(node: NodeProto, version: int, types: Mapping[str, int]) -> se
     return {i for i, name in enumerate(node.input) if types.get(name) == FLOAT and formal[i] in computes_in}
 
 
-def _feature_inputs(model: ModelProto, types: Mapping[str, int]) -> dict[str, set[int]]:
+def _feature_inputs(model: ModelProto, types: Mapping[str, int], sums: Set[str]) -> dict[str, set[int]]:
     """Find the inputs of nodes that become FP16: first output of a node → positions of its inputs.
 
     The nodes are every feature convolution, every node that computes an input of one, and nodes that only move their
     outputs: the Cast comes where decoding starts to compute. A feature convolution does not follow a Softmax: that
     convolution is the DFL, a part of the decoding. The search backwards follows values (FP32 or INT8), not shapes.
+    `sums` stay FP32, and so do the Qs that read one of them or the images.
     """
-    made_by, values, images = producers(model), constants(model), {i.name for i in model.graph.input}
+    made_by, values, in_fp32 = producers(model), constants(model), {*sums, *(i.name for i in model.graph.input)}
     decoded: set[str] = set()
-
-    def exact(scale: str) -> bool:
-        """Tell whether a scale is an FP16 number, so that Q may have it in FP32 and its DQ in FP16."""
-        with np.errstate(over='ignore'):  # a scale beyond FP16 becomes inf, which differs
-            return np.array_equal(values[scale].astype(np.float16), values[scale])
 
     for node in model.graph.node:
         if node.op_type == 'Softmax' or decoded.intersection(node.input):
@@ -99,9 +136,9 @@ def _feature_inputs(model: ModelProto, types: Mapping[str, int]) -> dict[str, se
     while todo:
         node = todo.pop()
         if node.output[0] not in found:
-            positions = found[node.output[0]] = _float_inputs(node, opset(model), types)
-            if node.op_type == 'QuantizeLinear' and node.input[0] in images and exact(node.input[1]):
-                positions.clear()
+            positions = _float_inputs(node, opset(model), types)
+            stays = node.op_type == 'QuantizeLinear' and node.input[0] in in_fp32 and _exact(values[node.input[1]])
+            found[node.output[0]] = set() if stays or node.output[0] in sums else positions
             todo += [
                 made_by[name]
                 for i, name in enumerate(node.input)

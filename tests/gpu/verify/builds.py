@@ -24,7 +24,11 @@ def building(runner, chosen, speed_files):
     with (
         ThreadPoolExecutor(jobs_here(runner.config.jobs, runner.config.level)) as pool,
         ThreadPoolExecutor(EXPORTS) as exports,
+        ThreadPoolExecutor(1) as measured,  # beside the others, which time no kernels and leave it the GPU
     ):
+        if 'speed' in chosen:
+            job = replace(runner, commands=[])
+            runner.builds['speed'] = measured.submit(build_measured, job, speed_files), job.commands
         for kind in KINDS:
             rows = [f'{step} {kind}' for step in STEPS if f'{step} {kind}' in chosen]
             first = replace(runner, commands=[])
@@ -32,11 +36,8 @@ def building(runner, chosen, speed_files):
             for row in rows:
                 job = replace(runner, commands=[])
                 runner.builds[row] = pool.submit(build_kind, job, row, exported, first.commands), job.commands
-        if 'speed' in chosen:
-            job, before = replace(runner, commands=[]), [future for future, _ in runner.builds.values()]
-            runner.builds['speed'] = pool.submit(build_measured, job, speed_files, before), job.commands
         yield
-        for queue in (exports, pool):
+        for queue in (exports, pool, measured):
             queue.shutdown(wait=False, cancel_futures=True)
         for process in [*runner.processes]:
             runner.end(process)
@@ -57,14 +58,10 @@ def build_kind(runner, row, exported, earlier):
     return f'{built["precision"]}, {built["bytes"] / 1e6:.1f} MB, {by}'
 
 
-def build_measured(runner, speed_files, before):
-    """Build the engines that the row speed measures; returns the arguments of benchmark_trt.py.
-
-    They are built with full optimization, so that they wait for the other builds (`before`), one after the other.
-    """
+def build_measured(runner, speed_files):
+    """Build the engines that the row speed measures, with full optimization, one after the other; returns the arguments of benchmark_trt.py."""
     runner.need_gpu()
     words = speed_files(runner)
-    wait(before)
-    least = '--duration', 0.01, '--warmup', '0ms', '--jobs', 1  # this is one of the pool's jobs
+    least = '--duration', 0.01, '--warmup', '0ms', '--jobs', 1
     runner.run('benchmark_trt.py', *words, *least, '--project', 'measured', '--name', 'speed-built', '--exist-ok')
     return words

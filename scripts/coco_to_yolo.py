@@ -7,7 +7,6 @@ order of their COCO ids; the command prints them as `names:` of a data YAML. Cro
 """
 
 import argparse
-import json
 import os
 import sys
 from collections.abc import Sequence
@@ -17,10 +16,11 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the patched tree; Python starts in scripts/
 from utils.qat.core.command import Parser, run_command
 from utils.qat.core.errors import QatError
-from utils.qat.core.files import require_file, write_text
-from utils.qat.core.log import LOGGER, RESULT, bar
+from utils.qat.core.files import require_file
+from utils.qat.core.log import bar
 from utils.qat.core.text import is_printable
 from utils.qat.data.coco_file import SIZE, read_coco
+from utils.qat.data.label_files import label_of, line, write_labels
 from utils.qat.untrusted.names import class_names
 
 
@@ -37,22 +37,6 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     if not args.images.is_dir():
         raise QatError(f'IMAGES {args.images}: no such folder')
     return args
-
-
-def label_of(image: Path) -> Path:
-    """Return the label of an image, where upstream's img2label_paths has it: the last folder `images` becomes `labels`."""
-    before, found, behind = str(image).rpartition('/images/')
-    return Path(f'{before}/labels/{behind}' if found else behind).with_suffix('.txt')
-
-
-def line(box: Sequence[float], width: float, height: float, number: int) -> str | None:
-    """Write a box (x and y of its upper left corner, width, height, in pixels) as a line; None if it is outside."""
-    x, y, w, h = map(float, box)
-    left, right = (min(max(0.0, at), width) / width for at in (x, x + w))
-    top, bottom = (min(max(0.0, at), height) / height for at in (y, y + h))
-    if not (right > left and bottom > top):  # NaN as well
-        return None
-    return f'{number} {(left + right) / 2:.6f} {(top + bottom) / 2:.6f} {right - left:.6f} {bottom - top:.6f}'
 
 
 def _is_path(value: object) -> bool:
@@ -72,8 +56,9 @@ def labels(coco: dict[str, Any], folder: Path, annotations: Path) -> dict[Path, 
         if not (file.is_relative_to(root) and os.path.isfile(file)):  # the file is untrusted: write nothing elsewhere
             continue
         rows = [
-            line(box['bbox'], image['width'], image['height'], numbers[box['category_id']])
+            line((x, y, x + width, y + height), image['width'], image['height'], numbers[box['category_id']])
             for box in boxes[image['id']]
+            for x, y, width, height in [map(float, box['bbox'])]
         ]
         made[label_of(file)] = ''.join(f'{row}\n' for row in rows if row)
     if not made:
@@ -90,20 +75,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     coco = read_coco(args.annotations, who, {'file_name': _is_path, **SIZE}, category={'name': str})
     names = class_names([c['name'] for c in sorted(coco['categories'], key=lambda c: c['id'])], who)
     made = labels(coco, args.images, args.annotations)
-    there = sorted(file for file in made if file.exists())
-    if there and not args.exist_ok:
-        raise QatError(f'{there[0]}: is there already, of {len(there)} of the labels; --exist-ok replaces them')
-    for file, text in made.items():
-        file.parent.mkdir(parents=True, exist_ok=True)
-        write_text(file, text)
-    left_out = len(coco['images']) - len(made)
-    if left_out:
-        LOGGER.warning(f'{left_out} of {left_out + len(made)} images are not in {args.images} and got no label')
-    objects = sum(text.count('\n') for text in made.values())
-    LOGGER.log(
-        RESULT,
-        f'{objects} objects in {len(made)} labels, the first is {min(made)}\nnames: {json.dumps([*names.values()], ensure_ascii=False)}',
-    )
+    missing = len(coco['images']) - len(made)
+    left_out = f'{missing} of {missing + len(made)} images are not in {args.images} and got no label' * bool(missing)
+    write_labels(made, [*names.values()], args.exist_ok, left_out)
 
 
 if __name__ == '__main__':

@@ -47,6 +47,7 @@ CHOSEN = {  # a file of the user's in the way → the command; each name that a 
     'model.engine': 'scripts/build_engine.py model.onnx',
     'model.engine.json': 'scripts/build_engine.py model.onnx',
     'coco/labels/a.txt': 'scripts/coco_to_yolo.py coco/a.json coco/images',
+    'voc/labels/a.txt': 'scripts/voc_to_yolo.py coco voc/images',
     'made/data.yaml': 'demo/make_data.py --out made',
     'tree/README.md': 'scripts/get_yolov9.sh tree',
 }
@@ -90,6 +91,8 @@ def here(tmp_path, monkeypatch):
     image = {'id': 1, 'file_name': 'a.png', 'width': 64, 'height': 64}
     content = {'images': [image], 'annotations': [box], 'categories': [{'id': 1, 'name': 'a'}]}
     (tmp_path / 'coco/a.json').write_text(json.dumps(content))
+    shutil.copytree(tmp_path / 'coco/images', tmp_path / 'voc/images')
+    (tmp_path / 'coco/a.xml').write_text('<annotation/>')
     (tmp_path / 'model.onnx').write_bytes(b'')  # refused before it is read
     (tmp_path / 'resnet18.pt').write_text('mine')
     monkeypatch.chdir(tmp_path)

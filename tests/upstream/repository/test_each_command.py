@@ -38,6 +38,7 @@ scripts/coco_to_yolo.py
 scripts/draw_engine.py
 scripts/infer_onnx.py w.onnx i.jpg
 scripts/verify_tensorrt.py
+scripts/voc_to_yolo.py . .
 demo/make_data.py
 demo/weights.py build w.pt out.pt
 examples/infer_engine.py model image
@@ -46,7 +47,9 @@ FILES = sorted({line.split()[0] for line in LINES})
 HELPS = [' '.join(line.split()[: 1 + line.startswith('qat.py')]) for line in LINES] + ['qat.py']
 PACKAGES = 'torch torchvision numpy scipy cv2 PIL onnx onnxruntime tensorrt matplotlib pandas seaborn sklearn yaml tqdm'.split()
 OWN = {'examples/infer_engine.py': {'cv2', 'numpy', 'tensorrt'}, 'demo/make_data.py': {'cv2', 'numpy'}}  # theirs
-LIGHT = {'scripts/audit_onnx.py', 'scripts/coco_to_yolo.py', 'scripts/draw_engine.py'}  # without PyTorch
+LIGHT = {
+    f'scripts/{name}.py' for name in ('audit_onnx', 'coco_to_yolo', 'draw_engine', 'voc_to_yolo')
+}  # without PyTorch
 INPUTS = 'w.pt', 'w.onnx', 'd.yaml', 'i.jpg'
 
 

@@ -233,6 +233,15 @@ scripts/coco_to_yolo.py
     {wrong}/elsewhere.json {images}    | none of the 1 images
     {wrong}/twice.json {images}        | have the same id
     {wrong}/strange.json {images}      | annotations[0] is of an image or of a category
+scripts/voc_to_yolo.py
+    {wrong}/none {images}              | ANNOTATIONS; no such folder
+    {wrong}/empty {images}             | none of its 12 images has one of the 0 XML files
+    {wrong}/unclosed {images}          | a.xml: no XML of PASCAL VOC
+    {wrong}/entities {images}          | a.xml: has a document type
+    {wrong}/boxless {images}           | a.xml: object 0 has no bndbox
+    {wrong}/words {images}             | a.xml: object 0: the corners of its bndbox
+    {wrong}/voc {images} --names cat   | a.xml: 'dog' is no class of --names cat
+    {wrong}/voc {images}               | none of its 12 images has one of the 1 XML files
 demo/make_data.py --out {out}/data
     --task pose                        | --task: invalid choice: 'pose'
     --train 0                          | --train: '0' is not a whole number
@@ -290,6 +299,17 @@ def wrong(small, tmp_path_factory):
     ):
         texts[f'{name}.json'] = f'{{"images": [{images}], "annotations": [{boxes}], "categories": []}}'
     texts |= {'list.json': '[]', 'nothing.json': '{"images": [], "categories": []}'}
+    dog = '<annotation><object><name>dog</name><bndbox><xmin>{}</xmin><ymin>1</ymin><xmax>9</xmax><ymax>9</ymax></bndbox></object></annotation>'
+    voc = {
+        'voc': dog.format(1),
+        'words': dog.format('one'),
+        'unclosed': dog[:-3],
+        'boxless': dog.replace('bndbox', 'polygon'),
+    }
+    voc['entities'] = f'<!DOCTYPE a [<!ENTITY b "c">]>{dog.format("&b;")}'
+    for name, text in voc.items():
+        (folder / name).mkdir()
+        texts[f'{name}/a.xml'] = text
     for name, text in texts.items():
         (folder / name).write_text(text)
     whole = small.single.read_bytes()

@@ -197,6 +197,39 @@ def test_images_without_labels_lead_to_the_converter_before_anything_is_computed
     assert 'there already' in said and '--exist-ok' in said
 
 
+def test_voc_becomes_what_it_was_made_of(small, tmp_path):
+    """A class in only one file counts, a difficult object does not, and the size that a file gives is not believed."""
+    shutil.copytree(small.data.parent / 'images', tmp_path / 'images')
+    for file in sorted((tmp_path / 'images').rglob('*.jpg')):
+        _, found = boxes_of(small.data.parent / 'images' / file.parent.name / file.name)
+        things = [(c, x, y, x + w, y + h, 0) for c, x, y, w, h in found] + [(10, 1, 1, 9, 9, 1)]
+        objects = ''.join(
+            f'<object><name>{c}</name><difficult>{difficult}</difficult><bndbox>'
+            f'<xmin>{left}</xmin><ymin>{top}</ymin><xmax>{right}</xmax><ymax>{bottom}</ymax></bndbox></object>'
+            for c, left, top, right, bottom, difficult in things
+        )
+        xml = f'<annotation><size><width>0</width><height>0</height></size>{objects}</annotation>'
+        (tmp_path / 'Annotations').mkdir(exist_ok=True)
+        (tmp_path / f'Annotations/{file.parent.name}-{file.name}').with_suffix('.xml').write_text(xml)
+        file.rename(file.with_name(f'{file.parent.name}-{file.name}'))
+    (tmp_path / 'data.yaml').write_text(small.data.read_text().replace(str(small.data.parent), str(tmp_path)))
+    ours = '--data', tmp_path / 'data.yaml', '--workers', 0, '--device', 'cpu', '--project', tmp_path / 'runs'
+    said = command('qat.py', 'eval', '--weights', small.single, *ours, code=2)
+    assert f'python scripts/voc_to_yolo.py {tmp_path}/Annotations {tmp_path}/images/val' in said
+    (tmp_path / 'images/val/other.png').write_bytes(next((tmp_path / 'images/val').iterdir()).read_bytes())
+    out = command('scripts/voc_to_yolo.py', tmp_path / 'Annotations', tmp_path / 'images/val')
+    assert f'names: {json.dumps(list(map(str, range(10))))}' in out and '1 of 13 images have no XML file' in out
+    made = {f.name: np.loadtxt(f) for f in (tmp_path / 'labels/val').iterdir()}
+    true = {f'val-{f.name}': np.loadtxt(f) for f in (small.data.parent / 'labels/val').iterdir()}
+    assert made.keys() == true.keys() and all(np.allclose(made[name], true[name], atol=1e-4) for name in made)
+    command(
+        'scripts/voc_to_yolo.py', tmp_path / 'Annotations', tmp_path / 'images/train', '--names', *reversed(range(10))
+    )
+    made = {f.name: np.loadtxt(f, ndmin=2) for f in (tmp_path / 'labels/train').iterdir()}
+    true = {f'train-{f.name}': np.loadtxt(f, ndmin=2) for f in (small.data.parent / 'labels/train').iterdir()}
+    assert made.keys() == true.keys() and all(np.array_equal(9 - made[name][:, 0], true[name][:, 0]) for name in made)
+
+
 # ---- eval of anything ----------------------------------------------------------------------------------------------------
 
 

@@ -501,12 +501,14 @@ def require_labels(dataset: LoadImagesAndLabels, key: str, data: Any, use: str) 
     if any(map(len, dataset.labels)):
         return
     image = Path(dataset.im_files[0])
-    places = (place for parent in list(image.parents)[:4] for place in (parent, parent / 'annotations'))
+    places = [p for parent in list(image.parents)[:4] for p in (parent, parent / 'annotations', parent / 'Annotations')]
     found = next((file for place in places for file in sorted(place.glob('*.json'))), Path('ANNOTATIONS.json'))
+    kind, convert = 'a COCO JSON', command('scripts/coco_to_yolo.py', found, image.parent)
+    if voc := next((place for place in places if next(place.glob('*.xml'), None)), None):
+        kind, convert = 'XML files', command('scripts/voc_to_yolo.py', voc, image.parent)
     raise QatError(
         f'{data.flag} {data.file}: {key}: none of its {len(dataset.im_files)} images has a label, so nothing can be {use}; the label of '
-        f'{image} was looked for in {dataset.label_files[0]}; labels in a COCO JSON are converted by: '
-        f'{command("scripts/coco_to_yolo.py", found, image.parent)}'
+        f'{image} was looked for in {dataset.label_files[0]}; labels in {kind} are converted by: {convert}'
     )
 
 

@@ -103,6 +103,7 @@ KINDS = {
     'copy': Kind('copies/images/val/00000.npy', of_data('copies/data.yaml')),
     'coco': Kind('coco/annotations/instances_val2017.json', of_data('coco/coco.yaml')[:2]),
     'convert': Kind('coco/coco.json', ['scripts/coco_to_yolo.py coco/coco.json coco/images/val --exist-ok']),
+    'voc': Kind('coco/xml/00000.xml', ['scripts/voc_to_yolo.py coco/xml coco/images/val --exist-ok']),
     'resume': Kind('run/weights/resume.pt', ['qat.py quantize --resume run']),
     'report': Kind('unsaved/report.json', ['qat.py quantize --resume unsaved']),
     'sensitivity': Kind(
@@ -188,6 +189,10 @@ class Material:
         from utils.general import coco80_to_coco91_class
 
         folder, categories, images, things = self.data('coco'), coco80_to_coco91_class()[:10], [], []
+        (folder / 'xml').mkdir()
+        box = '<bndbox><xmin>1</xmin><ymin>2</ymin><xmax>30</xmax><ymax>40</ymax></bndbox>'
+        thing = f'<object>\n<name>1</name>\n<difficult>0</difficult>\n{box}\n</object>\n'
+        (folder / 'xml/00000.xml').write_text(f'<?xml version="1.0"?>\n<annotation>\n{3 * thing}</annotation>\n')
         for file in sorted((folder / 'images/val').glob('*.jpg')):
             height, width = cv2.imread(str(file)).shape[:2]
             images.append({'id': int(file.stem), 'file_name': file.name, 'width': width, 'height': height})

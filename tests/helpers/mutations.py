@@ -233,7 +233,7 @@ FORMATS = {  # of faults.KINDS; None: nothing is known of it
     **dict.fromkeys(['float checkpoint', 'dual checkpoint', 'quantized checkpoint', 'resume', 'pth'], change_archive),
     **dict.fromkeys(['sensitivity', 'coco', 'convert', 'sidecar', 'layers', 'profile', 'report'], change_json),
     **dict.fromkeys(['data', 'network', 'hyp'], change_yaml),
-    **dict.fromkeys(['label', 'manifest', 'openvino'], change_lines),
+    **dict.fromkeys(['label', 'manifest', 'openvino', 'voc'], change_lines),
     **dict.fromkeys(['image', 'class image'], change_image),
     'onnx': change_onnx,
     'copy': change_array,

@@ -458,6 +458,13 @@ def test_every_layer_and_edge_is_drawn(tmp_path, generation):
         assert [part for part in there if part not in node] == [part for part in absent if part in node] == []
 
 
+def test_a_layer_that_reads_and_writes_nothing_is_not_drawn(tmp_path):
+    engine = read(tmp_path, GOOD, NEW, times=TIMES)
+    before = layer_graph.dot(engine, [], 'title')
+    engine.layers.append(Layer('dummy', 'shape_call', [], [], ms=0.001))
+    assert layer_graph.dot(engine, [], 'title') == before
+
+
 def test_an_edge_is_labelled_where_the_box_shows_another_shape(tmp_path):
     add = step('add', 'ElementWise', ['a FP16', 'images FP32'], 'b FP16')
     engine = read(tmp_path, [conv('c', 'images FP32', 'a FP16'), add])

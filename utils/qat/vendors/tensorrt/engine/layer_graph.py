@@ -99,7 +99,7 @@ def _edge(engine: Engine, writer: int | None, reader: int | None, tensor: Tensor
 
 
 def dot(engine: Engine, findings: Sequence[LayerFinding], title: str) -> str:
-    """Write an engine and the findings in it (layer_rules.py) as DOT text."""
+    """Write an engine and the findings in it (layer_rules.py) as DOT text, without layers that read and write nothing, as shape calls."""
     lines = [
         _line('graph', label=title, labelloc='t', fontname=FONT, fontsize=16, nodesep=0.2, ranksep=0.25),
         _line('node', fontname=FONT, fontsize=10, margin='0.12,0.06'),
@@ -115,7 +115,11 @@ def dot(engine: Engine, findings: Sequence[LayerFinding], title: str) -> str:
             )
             for t in tensors
         ]
-    lines += [_node(engine, i, [f for f in findings if f.layer is layer]) for i, layer in enumerate(engine.layers)]
+    lines += [
+        _node(engine, i, [f for f in findings if f.layer is layer])
+        for i, layer in enumerate(engine.layers)
+        if layer.inputs or layer.outputs
+    ]
     lines += [_edge(engine, *edge) for edge in engine.edges()]
     return '\n'.join([f'// {MADE_BY}', 'digraph engine {', *lines, _legend(), '}', ''])
 

@@ -260,6 +260,8 @@ def test_nothing_is_float(coral):
     assert {name for name, *_ in read.operators} <= MAPPED
     assert [ins[0]['name'] for name, ins, _ in read.operators if name == 'QUANTIZE'] == ['images']
     assert all(ins[1]['shape'][3] == ins[0]['shape'][3] for _, ins, _ in read.named('CONV_2D')), 'no groups'
+    pools = [read.session.model.get_tensor(ins[1]['index']) for _, ins, _ in read.named('DEPTHWISE_CONV_2D')]
+    assert pools and all((weights == 127).all() for weights in pools), 'no sum of few units, which may be rounded twice'
 
 
 @needs_litert

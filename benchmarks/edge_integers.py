@@ -26,6 +26,7 @@ from utils.augmentations import letterbox
 
 from models.quantize.checkpoint import CheckpointFile
 from utils.qat.core.command import Parser, run_command
+from utils.qat.core.errors import QatError
 from utils.qat.core.files import require_file
 from utils.qat.data.image_folders import images_in
 from utils.qat.vendors.edge.session import Edge
@@ -65,7 +66,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     program = EdgeProgram(raw_model(model, session.sigmoid, bool(session.spare)), layout == 'coral')
     size = session.signature().inputs['images'][2:]
     steps: dict[str, list[torch.Tensor]] = {'simulation': [], 'reference kernels': []}
-    for path in images_in(args.folder)[: args.images]:
+    paths = images_in(args.folder)[: args.images]
+    if not paths:
+        raise QatError(f'{args.folder}: no images in it; give a folder that has some')
+    for path in paths:
         image = letterbox(cv2.imread(path), size, auto=False)[0][..., ::-1].copy()
         images = torch.from_numpy(image)[None] / 255
         for each in (session, reference):

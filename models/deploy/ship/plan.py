@@ -9,6 +9,8 @@ from typing import Any, NamedTuple
 
 from models.quantize.calibration.ptq import COMPARED as COMPARED_ON
 from models.quantize.run.duration import CALIBRATED, CHOSEN, LEARNT, SCORED
+from utils.qat.config.qat import LEARNT as TO_LEARN
+from utils.qat.config.qat import QuantizeConfig
 from utils.qat.config.settings import command_words, flag_of
 from utils.qat.config.ship import ShipConfig
 from utils.qat.config.tables import FORMATS, TARGETS
@@ -134,6 +136,8 @@ class Plan:
         options |= {} if scores else {'no_eval_origin': True, 'no_eval_ptq': True}
         chosen = CHOSEN * min(COMPARED_ON, numbers['calibration']) + RANGES / self.seconds
         passes = CALIBRATED * numbers['calibration'] + chosen + SCORED * numbers['val'] * 2 * scores
+        if self.config.activation in TO_LEARN:
+            passes += LEARNT * QuantizeConfig.activation_epochs * ITERS * self.config.batch_size
         passes = passes * (TRIALS if 'sensitive' in options else 1) + epochs * self.epoch / self.seconds
         words = *flags(target=self.target.name, epochs=epochs, **options), *self.typed('activation', 'calib_images')
         title = 'calibration' + ' and fine-tuning' * bool(epochs)

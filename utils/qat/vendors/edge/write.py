@@ -19,7 +19,7 @@ from models.deploy.decomposed import GriddedWeight, on_integers
 from models.deploy.formats.format import Export, Written, size_of
 from models.deploy.formats.onnx import checked, traced_graph
 from models.quantize.blocks import QuantConv2d
-from models.quantize.quantizers import OutputQuantizer, Quantizer, UnitQuantizer, rounded_unit
+from models.quantize.quantizers import QMAX, OutputQuantizer, Quantizer, UnitQuantizer, rounded_unit
 from utils.qat.core.errors import QatError
 from utils.qat.core.files import atomic, write_json
 from utils.qat.graph.passes import set_metadata
@@ -83,7 +83,9 @@ class EdgeProgram(nn.Module):
 
     def forward(self, images: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """Compute the outputs, in the order of LAYOUTS."""
-        with PoolsAsConvolutions():  # the clamp: see OnChannelsLast
+        # The largest weights: kernels that round a sum twice, first to a unit of it, lose half a step where 4 units are one.
+        # The clamp: see OnChannelsLast
+        with PoolsAsConvolutions(QMAX):
             maps = [part.permute(0, 2, 3, 1) for part in self.model(images.clamp(0, 1).permute(0, 3, 1, 2))]
         if not self.joined:
             return tuple(maps)

@@ -38,11 +38,17 @@ class PoolsAsConvolutions(TorchFunctionMode):
     before and behind.
     """
 
+    def __init__(self, weight: int = 1) -> None:
+        """Set the integer that each weight is."""
+        super().__init__()
+        self.weight = weight
+
     def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: Any = None) -> Any:
         if func is not F.avg_pool2d:
             return func(*args, **(kwargs or {}))
         x, kernel, stride, padding, *_ = args  # as upstream's blocks call it
-        weight = RoundedActivation(kernel**-2.0, 0, False)(torch.full((x.shape[1], 1, kernel, kernel), kernel**-2.0))
+        value = kernel**-2.0
+        weight = RoundedActivation(value / self.weight, 0, False)(torch.full((x.shape[1], 1, kernel, kernel), value))
         return F.conv2d(x, weight, None, stride, padding, groups=x.shape[1])
 
 

@@ -91,7 +91,7 @@ def finetune(
         student: calibrated, fused.
         teacher: the float model.
         loader: sized and re-iterable over images, FP32 [B, 3, H, W] in 0..1 on the model's device. With
-            how.label_weight it gives (images, labels) or (images, labels, masks).
+            how.label_weight it gives (images, labels).
         how: the recipe.
         progress: wraps the iterator of batches, such as tqdm; it also takes the number of the epoch and the number of
             batches.

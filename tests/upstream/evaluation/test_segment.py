@@ -16,8 +16,8 @@ from helpers.labelled import CPU, PERFECT, labels_of, val_images, words
 from helpers.zoo import build, command, fuse, image, program, settings
 from pycocotools import mask as coco
 from torchvision.ops import roi_align
+from utils.loss_tal import ComputeLoss
 from utils.metrics import box_iou
-from utils.segment.loss_tal import ComputeLoss
 
 from models.quantize.calibration.divergence import (
     HeadOutputs,
@@ -322,20 +322,21 @@ def test_the_backward_pass_reaches_what_masks_are_made_of(model):
 # ---- fine-tuning --------------------------------------------------------------------------------------------------------
 
 
-def test_the_loss_on_labels_is_upstreams(data):
-    """Boxes, classes and masks with upstream's gains, per image; the masks as its training loads them."""
+def test_labels_teach_boxes_alone(data):
+    """Upstream's loss of boxes and classes, per image; coefficients and prototypes have no gradient."""
     model, config = fuse(build('demo-seg')), settings(imgsz=SIZE, task_loss=1.0, batch_size=4)
     hyp = {'cls_pw': 1.0, 'fl_gamma': 0.0}
     upstream = ComputeLoss(SimpleNamespace(model=model.model, parameters=model.parameters, hyp=hyp))
     ours = task_of(model).label_loss(model, 2.0)
     batches = list(Loaders(load_data(data, masks=True), config, 32, CPU).training(labels=True))
     head_emits_raw_maps(model)
-    for images, labels, masks in batches:
-        assert masks[0].shape[1:] == (SIZE // 4, SIZE // 4)
-        outputs = model(images)
-        theirs, parts = upstream(outputs, labels, torch.cat(masks).float())
-        assert ours(outputs, labels, masks).item() == pytest.approx(2 * theirs.item() / len(images))
-        assert (parts > 0).all()
+    for images, labels in batches:
+        maps, *of_masks = model(images)
+        of_masks = [x.detach().requires_grad_() for x in of_masks]
+        theirs, parts = upstream(maps, labels)
+        loss = ours((maps, *of_masks), labels)
+        assert loss.item() == pytest.approx(2 * theirs.item() / len(images)) and (parts > 0).all()
+        assert torch.autograd.grad(loss, of_masks, allow_unused=True) == (None, None)
 
 
 def test_all_parts_of_the_head_count_alike(model):

@@ -292,7 +292,7 @@ def run(small, tmp_path_factory):
     """The folder of a run with ReLU, to its end."""
     folder = tmp_path_factory.mktemp('runs')
     said = command(*quantize(small, folder, 2, 1, '--name', 'a'))
-    assert 'float with relu' in said and '--activation relu: the model learns it from your labels' in said
+    assert 'float with relu' in said and '--activation relu: the model learns it from your images, and' in said
     assert re.search(r'--activation-epochs \d+ will take about \d+ ', said)
     return folder / 'a'
 

@@ -23,7 +23,6 @@ from utils.qat.config.settings import Sides
 from utils.qat.core.errors import QatError
 from utils.qat.data.dataset import Data, open_dataset, require_labels, warn_of_flat
 from utils.qat.data.image_folders import ImageFolders, open_images
-from utils.qat.data.masks import COARSE
 
 FEW = 8  # images that are looked at before a calibration
 WITHOUT = 'labels are not needed by qat.py quantize --epochs 0 and qat.py sensitive --metric distortion'
@@ -109,7 +108,7 @@ class Images:
     """A re-iterable view of a loader that yields images FP32 [B, 3, H, W] in 0..1 on a device; for a classifier normalized.
 
     With `labels` it yields tuples: the images; FP32 [n, 6]: image in the batch, class, box as centre, width and height
-    in 0..1; and, where the data has them, the masks. For a classifier the labels are its classes, INT64 [B].
+    in 0..1. For a classifier the labels are its classes, INT64 [B].
     """
 
     def __init__(self, loader: Loader, device: torch.device, labels: bool = False) -> None:
@@ -123,9 +122,9 @@ class Images:
         return Images(unshuffled(spread(self.loader.dataset, limit), self.loader.config), self.device)
 
     def __iter__(self) -> Iterator[Any]:
-        for images, labels, _, *rest in self.loader:
-            images, masks = channels_last(unit_images(images, self.device)), rest[1:]
-            yield (images, labels.to(self.device, non_blocking=True), *masks) if self.labels else images
+        for images, labels, *_ in self.loader:
+            images = channels_last(unit_images(images, self.device))
+            yield (images, labels.to(self.device, non_blocking=True)) if self.labels else images
 
 
 class Seeded:
@@ -244,8 +243,7 @@ class Loaders:
         The images of an epoch depend only on config.seed and its number, not on the number of
         workers or on earlier epochs. Without `hyp`, see dataset.load_hyp, they are letterboxed as for calibration.
         """
-        masks = {'downsample_ratio': COARSE, 'overlap': True} if labels else None  # as in segment/train.py
-        dataset = self._open('train', masks, labels, augment=hyp is not None, hyp=hyp)
+        dataset = self._open('train', labels=labels, augment=hyp is not None, hyp=hyp)
         if labels and isinstance(self.data, Data):
             require_labels(dataset, 'train', self.data, 'learnt from; --task-loss 0 needs none')
         batches = EpochBatches(len(dataset), self.config.batch_size, self.config.seed, self.shard)

@@ -98,15 +98,15 @@ class EngineFromOnnx:
         return network
 
     def _complaint(self, parser: Any) -> str:
-        """Give the parser's first error, with the name of its node."""
+        """Give the parser's first error, with the name of its node if it is of one."""
         if not parser.num_errors:
             return self.log.reason()
         error = parser.get_error(0)
         if Capability.NODE_NAMES in self.can and error.node_name():
-            node = f'{error.node_name()} ({error.node_operator()})'
+            place = f'node {error.node_name()} ({error.node_operator()}): '
         else:
-            node = self.plan.nodes[error.node()] if 0 <= error.node() < len(self.plan.nodes) else 'the graph'
-        return f'node {node}: {" ".join(error.desc().split())}'
+            place = f'node {self.plan.nodes[error.node()]}: ' if 0 <= error.node() < len(self.plan.nodes) else ''
+        return place + ' '.join(error.desc().split())
 
     def _use_timing_cache(self, settings: Any) -> bool:
         """Reuse config.timing_cache if it exists and fits this TensorRT and GPU; return whether it was reused."""

@@ -32,7 +32,8 @@ class Segmentation(Detection):
     def label_loss(self, model: nn.Module, weight: float) -> Callable[..., torch.Tensor]:
         """Make Detection's: labels teach boxes, and masks follow the teacher.
 
-        With upstream's loss on masks the demo with ReLU lost 1 to 2 points of mask AP in each epoch (docs/measured/activations.csv).
+        With upstream's loss on masks too, the demo with ReLU had 1 to 2 points of mask AP less after every epoch
+        (docs/measured/activations.csv).
         """
         of_boxes = super().label_loss(model, weight)
         return lambda outputs, labels: of_boxes(outputs[0], labels)

@@ -129,7 +129,13 @@ def assert_compiled(graph, done, int8):
     convs = [layer.types[0] for layer in done.layers if layer.op_type == 'CONVOLUTION']
     assert Counter(convs) == ({'HALF': len(convs) - 1, 'FLOAT': 1} if half else {'FLOAT': len(convs)}), 'FP32: the DFL'
     between = between_quantized(done.layers, 'DEQUANTIZE', 'QUANTIZE')
-    assert {one for layer in between for one in layer.types} <= {'HALF' if half else 'FLOAT', 'INT8', 'INT64'}
+    dequantized = {name for layer in done.layers if layer.op_type == 'DEQUANTIZE' for name in layer.output}
+    sums = [layer for layer in between if layer.op_type == 'ELEMENTWISE' and dequantized.issuperset(layer.input)]
+    in_fp32 = {name for layer in sums for name in (*layer.input, *layer.output)}
+    assert len(in_fp32) == 3 * len(sums) and bool(sums) == bool(int8)
+    for layer in between:
+        floats = 'FLOAT' if in_fp32.issuperset(layer.output) or not half else 'HALF'
+        assert set(layer.types) <= {floats, 'INT8', 'INT64'}
     assert not int8 or {'CONVOLUTION', 'ELEMENTWISE', 'ACTIVATION', 'CONCATENATION'} <= {
         layer.op_type for layer in between
     }

@@ -113,10 +113,12 @@ def tuning_arguments(config: BuildConfig, plan: Plan, folder: Path) -> list[str]
     return [*found, '--accuracyAlgorithm=cos', f'--accuracyThreshold={config.accuracy_threshold:g}']
 
 
-def build(config: BuildConfig, trtexec: str | None, layer: Path | None, profile: Path | None) -> dict[str, Any]:
+def build(
+    config: BuildConfig, trtexec: str | None, seconds: object, layer: Path | None, profile: Path | None
+) -> dict[str, Any]:
     """Build the engine by trtexec, or by the Python package (None), and return the content of its sidecar.
 
-    layer, profile: JSON files for a measurement of its layers; None = none.
+    seconds: of an earlier build, a number if it is known. layer, profile: JSON files for a measurement of its layers; None = none.
     """
     from utils.qat.vendors.tensorrt.engine.api import VERSIONS, version_of
     from utils.qat.vendors.tensorrt.engine.build import EngineFromOnnx, build_with_trtexec
@@ -126,7 +128,6 @@ def build(config: BuildConfig, trtexec: str | None, layer: Path | None, profile:
     require_tuner(config, version)
     minutes = 'up to a minute' if config.level == 0 else '5 to 6 minutes'
     usual = f'INT8 engines of 640 pixels took {minutes} on an H100'
-    seconds = earlier(config).get('seconds')
     timed = f'the last build took {seconds:g} s' if isinstance(seconds, int | float) else usual
     LOGGER.info(f'building {config.engine}; {timed}')
     if trtexec is None or version is None:
@@ -172,12 +173,13 @@ def main(argv: Sequence[str] | None = None) -> None:
             '--generate-graph: not with --tune-build-routes; draw the engine that it keeps: trtexec --loadEngine'
         )
     layer, profile = (config.engine.with_suffix(f'.{what}.json') for what in ('layer', 'profile'))
-    drawn = bool(earlier(config).get('layers'))  # the sidecar tells that they are ours: TensorRT writes them
+    before = earlier(config)
+    drawn = bool(before.get('layers'))  # the sidecar tells that they are ours: TensorRT writes them
     if graph and not drawn:
         require_ours([layer, profile], 'rename it, or give another --engine')
     trtexec = find_trtexec() if config.trtexec and config.backend == 'tensorrt' else None
     with alive('still building'):
-        built = build(config, trtexec, layer if graph else None, profile if graph else None)
+        built = build(config, trtexec, before.get('seconds'), layer if graph else None, profile if graph else None)
     shapes = '; '.join(
         f'{name} {" ".join(json.dumps(list(s)) for s in dict.fromkeys(map(tuple, bounds.values())))}'
         for name, bounds in built['inputs'].items()

@@ -62,6 +62,7 @@ qat.py quantize --weights {single} --hyp {hyp} --data {data} --imgsz 64 --worker
     --device mps                       | --device mps: not available here; use --device cpu
     --project {single}                 | single.pt
     --imgsz 641                        | --imgsz 641:; multiples of 32; 640 or 672
+    --imgsz 100000                     | --imgsz 100000 100000: must lie in 32 to 8192
     --imgsz 128 96                     | --hyp; augmented images are squares; one number for --imgsz
     --keep-float 1                     | needs --sensitive
     --sensitive x.json                 | say what to do with it
@@ -111,7 +112,7 @@ export_qat.py --weights {quantized} --imgsz 64
     --include engine                   | --include engine; onnx, onnx_end2end
     --imgsz 100                        | --imgsz 100:; multiples of 32; 96 or 128
     --imgsz 64 100                     | --imgsz 64 100; 64 96 or 64 128
-    --imgsz 8                          | --imgsz; 32 or more
+    --imgsz 8                          | --imgsz; 32 to 8192
     --include pt2 --half               | --half: not with --include pt2
     --include onnx pt2 --half          | --trt 11
     --include aoti --half --device cpu | --half
@@ -147,7 +148,7 @@ export_qat.py --weights {quantized} --imgsz 64
 export_yoloV9.py -w {single}
     -s 100                             | --size 100: must be multiples of 32, the stride of the model, such as 96 or 128
     -s 64 70                           | --size 64 70: must be multiples
-    -s 0                               | --size 0 0: must be 32 or more
+    -s 0                               | --size 0 0: must lie in 32 to 8192
     -s 64 64 64                        | --size 64 64 64: one number, or height and width
     --dynamic --batch 4                | --dynamic, --batch 4: give one of the two
     --batch 0                          | --batch 0: must be 1 or more

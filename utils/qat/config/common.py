@@ -17,6 +17,7 @@ OR_ALL = Range(0, words='be 1 or more, or 0 for all')  # numbers of images
 DEVICE = "GPU number, or 'cpu'; default: the first GPU, else the CPU"
 ENGINE_BACKEND = 'tensorrt'  # runs and builds engines by default
 SQUARE = (640, 640)
+LARGEST = 8192  # pixels: a longer side is a slip, and fills the memory before anything is said
 scores = partial(option, group='scores')
 classifiers = partial(option, group='classifiers')
 segmentation = partial(option, group='segmentation models')
@@ -27,7 +28,7 @@ names_from = partial(option, None, OTHER_WORDS, allowed=('data', 'checkpoint'))
 def image_sides(untyped: str = '', default: Sides | None = None, flags: Sequence[str] = SIZE) -> Any:
     """Make the option of height and width of the images. untyped: what they are by default, in words."""
     text = 'height and width in pixels, or one number for both' + f'; default: {untyped}' * bool(untyped)
-    return option(default, text, *flags, allowed=Range(32))
+    return option(default, text, *flags, allowed=Range(32, LARGEST))
 
 
 @dataclass(frozen=True, kw_only=True)

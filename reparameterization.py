@@ -21,7 +21,7 @@ from utils.qat.core.files import MADE_BY, TREE, in_tree, require_ours, require_s
 from utils.qat.core.log import LOGGER, finish, quiet_upstream
 
 if TYPE_CHECKING:
-    import torch.nn as nn
+    from utils.qat.core.upstream import Network
 
 
 def parse_args(argv: Sequence[str] | None) -> Namespace:
@@ -47,7 +47,7 @@ def parse_args(argv: Sequence[str] | None) -> Namespace:
     return args
 
 
-def require_match(args: Namespace, model: nn.Module, single: nn.Module) -> None:
+def require_match(args: Namespace, model: Network, single: Network) -> None:
     """Compare --cfg, --model and --classes_num with the checkpoint's `model`, and `single`, converted from it.
 
     Raises QatError that names both sides of a mismatch.

@@ -17,16 +17,17 @@ from utils.qat.core.log import quiet_upstream
 from utils.qat.core.machine import exact_convolutions
 
 if TYPE_CHECKING:
-    from torch import Tensor, nn
+    from torch import Tensor
 
     from models.deploy.formats.format import Written
+    from utils.qat.core.upstream import Network
     from utils.qat.evaluation.metrics import Metrics
     from utils.qat.graph.audit import Audit
 
     Batches = Sequence[Tensor]  # sized and re-iterable, as a DataLoader of images is
 
 
-def load(path: str | Path, device: str = 'cpu') -> nn.Module:
+def load(path: str | Path, device: str = 'cpu') -> Network:
     """Load a checkpoint: a float model, fused, or an INT8 model.
 
     >>> model = q.load('yolov9-t.pt')
@@ -40,7 +41,7 @@ def load(path: str | Path, device: str = 'cpu') -> nn.Module:
     return model.requires_grad_()
 
 
-def adapt(model: nn.Module, activation: str, target: str, images: Batches = (), epochs: int = 20) -> nn.Module:
+def adapt(model: Network, activation: str, target: str, images: Batches = (), epochs: int = 20) -> Network:
     """Make a float model with another activation function: 'polynomial', or 'relu' and 'relu6', which it learns on batches.
 
     >>> faster = q.adapt(model, 'polynomial', target='openvino')
@@ -57,7 +58,7 @@ def adapt(model: nn.Module, activation: str, target: str, images: Batches = (), 
     return activations.finish_exchange(student).eval()
 
 
-def prepare(model: nn.Module, target: str, exclude: Sequence[str] = (), only: Sequence[str] = ()) -> None:
+def prepare(model: Network, target: str, exclude: Sequence[str] = (), only: Sequence[str] = ()) -> None:
     """Quantize a float model for an engine, in place, yet without ranges; `exclude` and `only` are as in `qat.py quantize`.
 
     >>> q.prepare(model, target='tensorrt')
@@ -73,7 +74,7 @@ def prepare(model: nn.Module, target: str, exclude: Sequence[str] = (), only: Se
     model.quant = {'source_sha256': '', **getattr(model, 'quant', {}), 'recipe': {**config.plain(), 'kept_float': kept}}
 
 
-def calibrate(model: nn.Module, forward_loop: Callable[[nn.Module], Any], **settings: Any) -> dict[str, Any]:
+def calibrate(model: Network, forward_loop: Callable[[Network], Any], **settings: Any) -> dict[str, Any]:
     """Find the ranges of a prepared model, by the images of a loop over batches and settings of `qat.py quantize`; say how.
 
     >>> how = q.calibrate(model, lambda model: [model(images) for images in batches], calib_method='mse')
@@ -87,7 +88,7 @@ def calibrate(model: nn.Module, forward_loop: Callable[[nn.Module], Any], **sett
     return found
 
 
-def finetune(model: nn.Module, teacher: nn.Module, images: Batches, epochs: int = 10, lr: float = 1e-5) -> list[float]:
+def finetune(model: Network, teacher: Network, images: Batches, epochs: int = 10, lr: float = 1e-5) -> list[float]:
     """Let a calibrated model learn to reproduce the float model on re-iterable batches; return the loss of each epoch.
 
     >>> losses = q.finetune(model, q.load('yolov9-t.pt'), batches, epochs=1)
@@ -98,7 +99,7 @@ def finetune(model: nn.Module, teacher: nn.Module, images: Batches, epochs: int 
         return [epoch.loss for epoch in loop.finetune(model, teacher, images, loop.Learning(epochs, len(images), lr))]
 
 
-def save(model: nn.Module, path: str | Path) -> None:
+def save(model: Network, path: str | Path) -> None:
     """Write a checkpoint of a model of these functions, INT8 or float, for `load` and the commands.
 
     >>> q.save(model, 'int8.pt')
@@ -113,7 +114,7 @@ def save(model: nn.Module, path: str | Path) -> None:
     save_model(Path(path), model, quant.get('recipe', {}), quant['source_sha256'])
 
 
-def export(model: nn.Module, path: str | Path, imgsz: Any = None, **settings: Any) -> Written:
+def export(model: Network, path: str | Path, imgsz: Any = None, **settings: Any) -> Written:
     """Write a file for an engine, of the kind of its suffix, and compare it with the model. `settings` are those of `export_qat.py`.
 
     >>> written = q.export(model, 'int8.onnx', imgsz=64, dynamic=True)
@@ -126,7 +127,7 @@ def export(model: nn.Module, path: str | Path, imgsz: Any = None, **settings: An
     return export_of(predicting(model), config, [load_format(kind)]).write()[0]
 
 
-def evaluate(model: nn.Module | str | Path, data: str | Path, imgsz: Any = None, **settings: Any) -> Metrics:
+def evaluate(model: Network | str | Path, data: str | Path, imgsz: Any = None, **settings: Any) -> Metrics:
     """Score a model or an exported file on the val images of a data YAML. `settings` are those of `qat.py eval`.
 
     >>> ap = q.evaluate('int8.onnx', 'data.yaml', workers=0).ap
@@ -136,7 +137,7 @@ def evaluate(model: nn.Module | str | Path, data: str | Path, imgsz: Any = None,
     from utils.qat.evaluation.evaluate import evaluate as scored
 
     exported = Path(model) if isinstance(model, (str, Path)) else None
-    predict: Any = open_file(exported) if exported else predicting(model)
+    predict: Any = predicting(model) if not isinstance(model, (str, Path)) else open_file(Path(model))
     config = EvalConfig(exported or Path('MODEL'), Path(data), imgsz=imgsz, **settings).for_model(predict)
     images = predict.task.load_data(config.data, predict, names_from=config.names_from)
     loader = Loaders(images, config, predict.stride).scored(config.square or bool(exported))

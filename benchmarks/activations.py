@@ -22,6 +22,7 @@ from typing import Any
 
 sys.path.insert(0, os.getcwd())
 from utils.qat.core.machine import set_environment
+from utils.qat.core.upstream import Network
 
 set_environment()  # before torch: waiting threads sleep
 
@@ -65,9 +66,7 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     return p.parse_args(argv)
 
 
-def sessions_of(
-    model: torch.nn.Module, images: Any, config: QuantizeConfig, folder: Path, nncf: bool
-) -> dict[str, Any]:
+def sessions_of(model: Network, images: Any, config: QuantizeConfig, folder: Path, nncf: bool) -> dict[str, Any]:
     """Write a float model in every precision of the engines, and open the files: engine and precision → session."""
     folder.mkdir()
     target = load_target(config.target)

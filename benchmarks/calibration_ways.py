@@ -19,6 +19,7 @@ from typing import Any
 
 sys.path.insert(0, os.getcwd())
 from utils.qat.core.machine import set_environment
+from utils.qat.core.upstream import Network
 
 set_environment()  # before torch: waiting threads sleep
 
@@ -26,7 +27,7 @@ set_environment()  # before torch: waiting threads sleep
 import torch
 
 from models.quantize import checkpoint
-from models.quantize.calibration.bias_correction import convs_with_bias, correct_biases, own_shifts
+from models.quantize.calibration.bias_correction import biases_of, correct_biases, own_shifts
 from models.quantize.calibration.calibrate import calibrate_weights, collect_histograms, over, set_ranges
 from models.quantize.calibration.divergence import HeadOutputs, typical_divergence
 from models.quantize.calibration.ptq import COMPARED, CORRECTED, every_third, prepare, ranges_by
@@ -77,7 +78,7 @@ def ways(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
     shown = [batch[0].to(device).float() / 255 for batch in val]
     wanted = [HeadOutputs.of(reference.eval()(images)) for images in shown]
 
-    def scored(name: str, model: torch.nn.Module) -> dict[str, Any]:
+    def scored(name: str, model: Network) -> dict[str, Any]:
         metrics = evaluate(TorchModel(model), val, data.names, device)
         found = None if model is reference else typical_divergence(model, shown, wanted)
         return {'way': name, 'divergence': found, 'ap': metrics.ap, 'mask_ap': (metrics.mask or {}).get('ap')}
@@ -89,7 +90,7 @@ def ways(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
     histograms = collect_histograms(model, over(images))
     fitted, _ = every_third(list(images.spread(COMPARED)))
     calibrate_weights(model)
-    biases = {path: m.bias.detach().clone() for path, m in convs_with_bias(model)}
+    biases = {path: bias.detach().clone() for path, bias in biases_of(model).items()}
     for method in args.methods:
         correct_biases(model, biases, {})
         set_ranges(model, ranges_by(method, model, histograms, fitted, config), histograms)

@@ -76,10 +76,10 @@ def main(argv: Sequence[str] | None = None) -> None:
             each.give(images.permute(0, 3, 1, 2))
             each.invoke()
         kernels = reference.integers()
-        for (name, found), simulated in zip(session.integers().items(), program(images)):
+        for (name, integers), simulated in zip(session.integers().items(), program(images)):
             scale, zero = session.found[name]['quantization']
             for other, values in (('simulation', simulated / scale + zero), ('reference kernels', kernels[name])):
-                steps[other].append((found.float() - values).round().abs().flatten())
+                steps[other].append((integers.float() - values).round().abs().flatten())
     for other, found in steps.items():
         all_steps = torch.cat(found)
         equal, near = (100 * (all_steps <= most).float().mean().item() for most in (0, 1))

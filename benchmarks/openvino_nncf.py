@@ -27,6 +27,7 @@ from typing import Any
 
 sys.path.insert(0, os.getcwd())
 from utils.qat.core.machine import set_environment
+from utils.qat.core.upstream import Network
 
 set_environment()  # before torch: waiting threads sleep
 
@@ -98,7 +99,7 @@ def recipes(nncf: Any, head: str | None) -> dict[str, dict[str, Any]]:
 
 
 def quantized_by_nncf(
-    model: torch.nn.Module, images: Sequence[torch.Tensor], folder: Path, times: dict[str, dict[str, float]]
+    model: Network, images: Sequence[torch.Tensor], folder: Path, times: dict[str, dict[str, float]]
 ) -> dict[str, Path]:
     """Quantize with both recipes of NNCF, calibrated on FP32 images [1, 3, H, W]: name → .xml with our metadata.
 
@@ -163,8 +164,8 @@ def time_in_turns(sessions: dict[str, OpenVINO], image: torch.Tensor, rounds: in
 
 
 def ours(
-    teacher: torch.nn.Module, config: QuantizeConfig, data: Data | ImageFolders, times: dict[str, dict[str, float]]
-) -> torch.nn.Module:
+    teacher: Network, config: QuantizeConfig, data: Data | ImageFolders, times: dict[str, dict[str, float]]
+) -> Network:
     """Calibrate with this toolkit's defaults. times: see `quantized_by_nncf`."""
     times['ours, PTQ'] = {}
     images = Loaders(data, config, int(max(teacher.stride)), CPU).calibration()
@@ -190,7 +191,7 @@ def measure(args: argparse.Namespace, folder: Path) -> list[dict[str, Any]]:
     )
     times: dict[str, dict[str, float]] = {}
 
-    def write(model: torch.nn.Module, name: str) -> None:
+    def write(model: Network, name: str) -> None:
         export_onnx(model, folder / name, (args.imgsz, args.imgsz), target=load_target(args.target))
 
     with quiet_upstream():

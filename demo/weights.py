@@ -28,7 +28,8 @@ from utils.qat.core.log import quiet_upstream
 
 if TYPE_CHECKING:
     import torch
-    from torch import nn
+
+    from utils.qat.core.upstream import Network
 
 MAX_BYTES = 6_000_000  # a packed file is meant to be committed
 
@@ -42,7 +43,7 @@ def half(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.half()
 
 
-def state_of(model: nn.Module) -> dict[str, Any]:
+def state_of(model: Network) -> dict[str, Any]:
     """Make the content of a packed file from an upstream model: only plain types and FP16 tensors."""
     names = model.names if isinstance(model.names, dict) else dict(enumerate(model.names))
     return {
@@ -53,7 +54,7 @@ def state_of(model: nn.Module) -> dict[str, Any]:
     }
 
 
-def classifier_from(state: dict[str, Any]) -> nn.Module:
+def classifier_from(state: dict[str, Any]) -> Network:
     """Build upstream's ClassificationModel in FP16, cut from the demo's detector as classify/train.py does; see `model_from`."""
     from models.yolo import ClassificationModel, DetectionModel
 
@@ -66,7 +67,7 @@ def classifier_from(state: dict[str, Any]) -> nn.Module:
     return model.half().eval().requires_grad_(False)
 
 
-def model_from(state: dict[str, Any]) -> nn.Module:
+def model_from(state: dict[str, Any]) -> Network:
     """Build upstream's model in FP16 from the content of a packed file, see `state_of`, which must match exactly.
 
     It has the attributes that upstream's training adds. The head, the last layer of the config, determines its class.

@@ -120,10 +120,10 @@ def letterbox(image: np.ndarray, height: int, width: int) -> tuple[np.ndarray, f
     way = cv2.INTER_AREA if gain < 1 else cv2.INTER_LINEAR
     fit = cv2.resize(image, (max(1, int(w * gain)), max(1, int(h * gain))), interpolation=way)
     top, left = (height - fit.shape[0]) / 2, (width - fit.shape[1]) / 2
-    pixels = np.full((height, width, 3), 114, np.uint8)
-    pixels[int(top) : int(top) + fit.shape[0], int(left) : int(left) + fit.shape[1]] = fit
-    pixels = pixels[..., ::-1].transpose(2, 0, 1).astype(np.float32) / 255
-    return pixels, fit.shape[0] / h, np.float32([left, top, left, top])
+    canvas = np.full((height, width, 3), 114, np.uint8)
+    canvas[int(top) : int(top) + fit.shape[0], int(left) : int(left) + fit.shape[1]] = fit
+    pixels = canvas[..., ::-1].transpose(2, 0, 1).astype(np.float32) / 255
+    return pixels, fit.shape[0] / h, np.array([left, top, left, top], np.float32)
 
 
 def read_outputs(outputs: dict[str, np.ndarray], conf_thres: float = 0.25, iou_thres: float = 0.45) -> np.ndarray:

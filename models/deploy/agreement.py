@@ -11,11 +11,13 @@ import torch.nn as nn
 import torch.nn.functional as F
 
 from models.quantize.blocks import is_quantized
+from models.quantize.calibration.calibrate import added
 from models.quantize.network import head_of
 from utils.qat.backends.pytorch import split_outputs, stride_of, task_of
 from utils.qat.config.tables import DEFAULT_TARGET
 from utils.qat.core.errors import QatError
 from utils.qat.core.files import MADE_BY
+from utils.qat.core.upstream import Network
 
 # How far ONNX Runtime may be from PyTorch, as |difference| / |PyTorch| (2-norms): over all boxes, over all scores as
 # logits (most scores are near 0, where their own ratio says nothing), and over coefficients and prototypes, the source
@@ -52,15 +54,15 @@ class Agreement:
         return f'{parts}{spread}; rounding explains up to {self.limit:.1%}'
 
 
-def traceable_copy(model: nn.Module, inplace: bool = False) -> nn.Module:
+def traceable_copy(model: Network, inplace: bool = False) -> Network:
     """Copy a fused model, float or quantized, for tracing: eval mode, and a head that returns only predictions and prototypes.
 
     `inplace`: whether the head decodes boxes in place.
     """
     model = deepcopy(model).float().eval().requires_grad_(False)
     head = head_of(model)  # a classifier's last layer reads none of these
-    head.export, head.inplace = True, inplace
-    head.shape = None  # so the anchors are computed anew, inside the trace
+    # without a shape the anchors are computed anew, inside the trace
+    vars(head).update(export=True, inplace=inplace, shape=None)
     return model
 
 
@@ -71,7 +73,7 @@ def made_images(batch: int, imgsz: Sequence[int]) -> torch.Tensor:
         F.interpolate(torch.rand(batch, 3, n, n, generator=generator), size=tuple(imgsz), mode='bilinear')
         for n in (3, 10, 40)
     ]
-    return sum(layers) / len(layers)
+    return added(layers) / len(layers)
 
 
 def output_differences(ours: Any, theirs: Any, engine: str = 'ONNX Runtime') -> dict[str, float]:
@@ -90,7 +92,7 @@ def output_differences(ours: Any, theirs: Any, engine: str = 'ONNX Runtime') -> 
 
 
 @contextmanager
-def other_last_bits(model: nn.Module, last_bits: float, seed: int) -> Iterator[None]:
+def other_last_bits(model: Network, last_bits: float, seed: int) -> Iterator[None]:
     """Within this context, each convolution's output has other last bits, at random, as other kernels give them.
 
     `last_bits` is the largest change, relative to the largest output of a convolution.
@@ -109,7 +111,7 @@ def other_last_bits(model: nn.Module, last_bits: float, seed: int) -> Iterator[N
             hook.remove()
 
 
-def rounding_noise(model: nn.Module, images: torch.Tensor, theirs: Any, last_bits: float, seed: int) -> float:
+def rounding_noise(model: Network, images: torch.Tensor, theirs: Any, last_bits: float, seed: int) -> float:
     """Return the largest relative error of the model's outputs with `other_last_bits`.
 
     `model` is in the form of `traceable_copy`, and `theirs` are its outputs without the change.
@@ -128,7 +130,7 @@ class Reference:
     """
 
     @torch.no_grad()
-    def __init__(self, model: nn.Module, batch: int, imgsz: Sequence[int]) -> None:
+    def __init__(self, model: Network, batch: int, imgsz: Sequence[int]) -> None:
         self.traced, self.quantized = traceable_copy(model), is_quantized(model)
         device = next(model.parameters()).device
         self.images = task_of(model).normalized(made_images(batch, imgsz)).to(device)
@@ -160,7 +162,7 @@ class Reference:
         return Agreement(errors=errors, noise=noise, limit=limit)
 
 
-def metadata_of(model: nn.Module, kept_float: Sequence[str] = (), target: str = DEFAULT_TARGET) -> dict[str, Any]:
+def metadata_of(model: Network, kept_float: Sequence[str] = (), target: str = DEFAULT_TARGET) -> dict[str, Any]:
     """Return the metadata of an exported file: stride, class names, task, and settings that differ from their defaults.
 
     `kept_float` are paths of blocks that are float by choice; `target` is a key of TARGETS.

@@ -13,6 +13,7 @@ import torch.nn as nn
 
 from models.quantize.blocks import QuantSiLU
 from models.quantize.quantizers import QMAX, QMIN, UNIT_SCALE, Quantizer
+from utils.qat.core.upstream import Network
 
 SIGNED, UNSIGNED = (0, QMIN, QMAX, torch.int8), (-QMIN, 0, QMAX - QMIN, torch.uint8)  # shift, limits and type
 
@@ -35,6 +36,10 @@ class RoundedActivation(nn.Module):
 
 class StoredWeight(nn.Module):
     """An INT8 weight with a scale for each output channel, and its DQ."""
+
+    int8: torch.Tensor
+    scale: torch.Tensor
+    zero_point: torch.Tensor
 
     def __init__(self, quantizer: Quantizer, weight: torch.Tensor) -> None:
         super().__init__()
@@ -90,7 +95,7 @@ class Passed(nn.Identity):
     rounds = False
 
 
-def on_integers(model: nn.Module, unsigned: bool = False, stored: Any = StoredWeight) -> nn.Module:
+def on_integers(model: Network, unsigned: bool = False, stored: Any = StoredWeight) -> Network:
     """Copy a model with each quantizer replaced; a float model is copied as it is.
 
     Args:
@@ -108,7 +113,7 @@ def on_integers(model: nn.Module, unsigned: bool = False, stored: Any = StoredWe
                 made[quantizer] = Passed()
             elif quantizer._axis is not None:
                 made[quantizer] = stored(quantizer, block.weight)
-                block.weight = None  # or it would be stored beside the INT8 one
+                block.register_parameter('weight', None)  # or it would be stored beside the INT8 one
             elif quantizer not in made:
                 made[quantizer] = RoundedActivation(quantizer.scale.item(), int(quantizer._zero_point), unsigned)
             setattr(block, name, made[quantizer])

@@ -12,6 +12,7 @@ from utils.qat.backends.file_model import FileModel
 from utils.qat.backends.pytorch import TorchModel
 from utils.qat.config.tables import CHECKPOINTS, FORMATS
 from utils.qat.core.log import quiet_upstream
+from utils.qat.core.upstream import Network
 from utils.qat.vendors.load import open_file
 
 
@@ -31,7 +32,7 @@ def load_model(path: Path, device: torch.device, backend: str | None = None) -> 
         return TorchModel(model, quant, RoundedOnce(model))
 
 
-def predicting(model: torch.nn.Module) -> TorchModel:
+def predicting(model: Network) -> TorchModel:
     """Wrap a model of yolov9_qat.py, whose attribute `quant` has its recipe if it is quantized. Raises QatError if it is not calibrated."""
     quant = getattr(model, 'quant', {})
     return TorchModel(model, quant if 'recipe' in quant else None, RoundedOnce(model))

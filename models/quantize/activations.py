@@ -7,7 +7,7 @@ unchanged one (adapt.py). The model is then quantized like any float model.
 The class path of PolynomialSiLU is a file format, because checkpoints pickle it. Do not rename or move it.
 """
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from copy import deepcopy
 from functools import partial
 
@@ -20,6 +20,7 @@ from utils.qat.config.qat import AUTO, PtqConfig, QuantizeConfig
 from utils.qat.config.tables import load_target
 from utils.qat.core.errors import QatError
 from utils.qat.core.log import LOGGER
+from utils.qat.core.upstream import Network
 
 # The clamp, and the coefficients of x, x³ and x⁵. Of all such functions it has the least squared error for values around 0 with a
 # standard deviation of 1.5
@@ -40,7 +41,8 @@ class PolynomialSiLU(nn.Module):
         """Compute the function: any shape → the same shape."""
         clipped = x.clamp(-self.limit, self.limit)
         square = clipped * clipped
-        *lower, p = self.odd
+        *lower, highest = self.odd
+        p: torch.Tensor | float = highest
         for coefficient in reversed(lower):
             p = square * p + coefficient
         return x * (clipped * p + 0.5)
@@ -69,10 +71,14 @@ REPLACED: dict[str, tuple[type[nn.Module], ...]] = {
     'relu': (nn.SiLU, nn.Hardswish, PolynomialSiLU),
     'relu6': (nn.SiLU, nn.Hardswish, PolynomialSiLU, nn.ReLU),
 }
-NEW = {'relu': nn.ReLU, 'relu6': nn.ReLU6, 'polynomial': partial(PolynomialSiLU, *POLYNOMIAL)}
+NEW: dict[str, Callable[[], nn.Module]] = {
+    'relu': nn.ReLU,
+    'relu6': nn.ReLU6,
+    'polynomial': partial(PolynomialSiLU, *POLYNOMIAL),
+}
 
 
-def exchangeable(model: nn.Module, activation: str) -> list[str]:
+def exchangeable(model: Network, activation: str) -> list[str]:
     """List the paths of the activation functions that `activation`, a key of REPLACED, replaces, in the order of the network.
 
     Those of squeeze-and-excitation stay: they compute a few values.
@@ -85,7 +91,7 @@ def exchangeable(model: nn.Module, activation: str) -> list[str]:
     ]
 
 
-def activation_for(model: nn.Module, config: PtqConfig) -> str:
+def activation_for(model: Network, config: PtqConfig) -> str:
     """Decide what the activation functions of a float model become: config.activation, 'keep' for nothing.
 
     AUTO is the target's in a run of `quantize`, for a network of YOLOv9 that has a function to exchange; networks of torchvision were not
@@ -112,30 +118,30 @@ def activation_for(model: nn.Module, config: PtqConfig) -> str:
     return activation
 
 
-def chosen_activations(model: nn.Module, config: QuantizeConfig) -> list[str]:
+def chosen_activations(model: Network, config: QuantizeConfig) -> list[str]:
     """List the paths of the activation functions that config exchanges."""
     paths = exchangeable(model, config.activation)
     kept = left_out(paths, only=config.activation_only, flag='--activation-only') if config.activation_only else []
     return [path for path in paths if path not in kept]
 
 
-def exchanged(model: nn.Module, activation: str, paths: Sequence[str]) -> nn.Module:
+def exchanged(model: Network, activation: str, paths: Sequence[str]) -> Network:
     """Make a copy of a float model with an Exchange, at share 0, in place of the activation functions at `paths`."""
     model = deepcopy(model).eval()
     share = torch.zeros((), device=next(model.parameters()).device)
     for path in paths:
         old = deepcopy(model.get_submodule(path))
-        old.inplace = False  # its input is read again
+        vars(old)['inplace'] = False  # its input is read again
         replace_module(model, path, Exchange(old, NEW[activation](), share))
     return model
 
 
-def exchanges(model: nn.Module) -> dict[str, Exchange]:
+def exchanges(model: Network) -> dict[str, Exchange]:
     """Find the exchanges of a model, by path."""
     return {path: m for path, m in model.named_modules() if isinstance(m, Exchange)}
 
 
-def restore(model: nn.Module, paths: Collection[str]) -> nn.Module:
+def restore(model: Network, paths: Collection[str]) -> Network:
     """Put the old activation functions back in the place of the exchanges at `paths`, in place, and return the model.
 
     Raises QatError if no exchange is left.
@@ -148,7 +154,7 @@ def restore(model: nn.Module, paths: Collection[str]) -> nn.Module:
     return model
 
 
-def finish_exchange(model: nn.Module) -> nn.Module:
+def finish_exchange(model: Network) -> Network:
     """Put the new activation functions in the place of the exchanges, in place, and return the model."""
     for path, exchange in exchanges(model).items():
         replace_module(model, path, exchange.new)

@@ -3,18 +3,17 @@
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
-import torch.nn as nn
-
 from models.quantize.activations import exchanges
 from models.quantize.finetuning.loop import Epoch, Learning, finetune
+from utils.qat.core.upstream import Network
 
 RATE = 1e-3  # the highest learning rate
 EXCHANGED_AT = 0.3  # share of the steps after which only the new functions are left
 
 
 def adapt(
-    student: nn.Module,
-    teacher: nn.Module,
+    student: Network,
+    teacher: Network,
     images: Any,
     how: Learning,
     progress: Callable[[Iterator, int, int], Iterable] | None = None,

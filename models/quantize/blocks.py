@@ -9,7 +9,7 @@ Class paths in this file are a file format, because checkpoints pickle them. Do 
 
 from collections.abc import Sequence
 from functools import reduce
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn as nn
@@ -18,6 +18,7 @@ from models.common import AConv, ADown, Bottleneck, CBFuse, RepNBottleneck
 
 from models.quantize.network import replace_module
 from models.quantize.quantizers import Quantizer, SiLUQuantizer, rounded_unit
+from utils.qat.core.upstream import Network
 
 
 def _without_copy(cls: Any, module: Any) -> Any:
@@ -40,6 +41,13 @@ class Twin:
     # Comments, because torch.jit reads the annotations of modules
     float_class = None  # type: Any
     quantizer_names = ('input_quantizer',)  # type: tuple[str, ...]
+    if TYPE_CHECKING:  # a twin has those that it names
+        input_quantizer: Quantizer
+        weight_quantizer: Quantizer
+        add_quantizer: Quantizer
+        branch_quantizer: Quantizer
+        sum_quantizer: Quantizer
+        output_quantizer: Quantizer
 
     @classmethod
     def suits(cls, block: nn.Module) -> bool:
@@ -66,6 +74,8 @@ class WeightedTwin(Twin):
     """Mixin of a layer with a weight: its input is quantized per tensor, its weight per output channel (axis 0)."""
 
     quantizer_names = ('input_quantizer', 'weight_quantizer')
+    if TYPE_CHECKING:
+        weight: torch.Tensor
 
     @classmethod
     def from_float(cls, block: nn.Module) -> Any:
@@ -89,7 +99,7 @@ class QuantConv2d(WeightedTwin, nn.Conv2d):
         return self._conv_forward(x, weight, self.bias)
 
 
-def float_groups(model: nn.Module) -> list[str]:
+def float_groups(model: Network) -> list[str]:
     """Put float convolutions in the place of quantized ones with groups, in a model. Returns their paths."""
     found = [(path, m) for path, m in model.named_modules() if isinstance(m, QuantConv2d) and m.groups > 1]
     for path, conv in found:
@@ -122,7 +132,7 @@ class QuantResidual(Twin):
     @classmethod
     def suits(cls, block: nn.Module) -> bool:
         """Tell whether `block` has a residual Add."""
-        return super().suits(block) and block.add
+        return super().suits(block) and bool(block.add)
 
     def forward(self: Any, x: torch.Tensor) -> torch.Tensor:
         """Add the shortcut to the branch: [B, C, H, W] → the same shape."""

@@ -29,6 +29,7 @@ from utils.qat.core.errors import QatError, one_line, reporting
 from utils.qat.core.files import require_file, sha256, write_torch
 from utils.qat.core.log import LOGGER
 from utils.qat.core.machine import versions
+from utils.qat.core.upstream import Network
 from utils.qat.untrusted.names import require_colours, require_names
 from utils.qat.untrusted.torch_archive import Refused, read_archive
 from utils.qat.untrusted.torchvision_weights import network_of, network_with, old_state
@@ -79,12 +80,12 @@ class CheckpointFile:
         """The SHA-256 of the file as it was read, hex digits."""
         return sha256(self.path) if self.state is not None else self.digest.result()
 
-    def load_dual_or_float(self, device: torch.device | str = 'cpu') -> tuple[dict[str, Any], nn.Module]:
+    def load_dual_or_float(self, device: torch.device | str = 'cpu') -> tuple[dict[str, Any], Network]:
         """Build the checkpoint dict and its float model, not fused, with any head."""
         self._expect('float')
         return self._load(device)
 
-    def load_float(self, device: torch.device | str = 'cpu') -> nn.Module:
+    def load_float(self, device: torch.device | str = 'cpu') -> Network:
         """Build the model of a float checkpoint, fused; convert a dual-branch model as reparameterization.py does."""
         _, model = self.load_dual_or_float()
         head = type(head_of(model)).__name__
@@ -97,7 +98,7 @@ class CheckpointFile:
             model = single
         return fuse(model).to(device)
 
-    def load_quantized(self, device: torch.device | str = 'cpu') -> tuple[nn.Module, dict[str, Any]]:
+    def load_quantized(self, device: torch.device | str = 'cpu') -> tuple[Network, dict[str, Any]]:
         """Build a quantized model that `save_model` wrote, and its `quant` dict."""
         self._expect('quantized')
         ckpt, model = self._load(device)
@@ -109,7 +110,7 @@ class CheckpointFile:
             )
         return model, quant
 
-    def load_any(self, device: torch.device | str = 'cpu') -> tuple[nn.Module, dict[str, Any] | None]:
+    def load_any(self, device: torch.device | str = 'cpu') -> tuple[Network, dict[str, Any] | None]:
         """Build a quantized model and its `quant` dict, or a float model, fused, and None."""
         return self.load_quantized(device) if self.kind == 'quantized' else (self.load_float(device), None)
 
@@ -132,7 +133,7 @@ class CheckpointFile:
                 }[self.kind]
             )
 
-    def _load(self, device: torch.device | str) -> tuple[dict[str, Any], nn.Module]:
+    def _load(self, device: torch.device | str) -> tuple[dict[str, Any], Network]:
         """Build the checkpoint dict and the model: FP32, in eval mode, with EMA weights if the file has any."""
         ckpt: Any = self._built() if self.state is None else self.state
         if self.of_torchvision:
@@ -165,7 +166,7 @@ class CheckpointFile:
         return ckpt
 
     @torch.no_grad()
-    def _require_running(self, model: nn.Module) -> None:
+    def _require_running(self, model: Network) -> None:
         """Run the model once: only a run shows whether its layers, built without their constructors, are complete and fit this tree."""
         problem = f'--weights {self.path}: its model does not run with the layers of this YOLOv9 tree'
         remedy = "use the tree it was trained with, or a checkpoint of upstream's training"
@@ -198,7 +199,7 @@ def _kind(names: Iterable[str]) -> str:
 
 
 @torch.no_grad()  # with gradients the folded weights would be results of a graph, which cannot be trained
-def fuse(model: nn.Module) -> nn.Module:
+def fuse(model: Network) -> Network:
     """Fold batch norms into convolutions and each RepConvN into one 3x3 convolution, in place, and return the model."""
     for m in model.modules():
         if isinstance(m, RepConvN) and hasattr(m, 'conv1'):  # older upstream trees do not fuse these by themselves
@@ -217,7 +218,7 @@ def _stored(tensor: torch.Tensor) -> torch.Tensor:
     return nn.Parameter(plain, requires_grad=False) if isinstance(tensor, nn.Parameter) else plain
 
 
-def save_model(path: Path, model: nn.Module, recipe: dict[str, Any], source: str) -> None:
+def save_model(path: Path, model: Network, recipe: dict[str, Any], source: str) -> None:
     """Write a checkpoint of a calibrated model, or of a float one, which has no recipe; upstream's val.py and detect.py can load it too.
 
     `recipe` has the settings as plain values, with the policies; `source` is the SHA-256 of the float checkpoint that it was made of,

@@ -24,6 +24,7 @@ from models.quantize.scales import never_negative
 from utils.qat.backends.pytorch import task_of
 from utils.qat.config.tables import DEFAULT_TARGET, load_target
 from utils.qat.core.errors import QatError
+from utils.qat.core.upstream import Network
 from utils.qat.vendors.vendor import Target
 
 # Upstream's modules whose operations have all been reviewed: every operation that must be INT8 is INT8, by a twin or by
@@ -57,7 +58,7 @@ class Conversion:
         return f'{len(kinds)} blocks quantized ({counts}); {len(self.kept_float)} stay float'
 
 
-def float_blocks(model: nn.Module, target: Target = TENSORRT) -> dict[str, str]:
+def float_blocks(model: Network, target: Target = TENSORRT) -> dict[str, str]:
     """Find the blocks that stay in float: path → reason. Raises QatError for a detector without a YOLOv9 head."""
     if target.integers and task_of(model).name != 'detect':
         raise QatError(f'{target.name}: takes detectors, and the model is {task_of(model).title}; litert takes it')
@@ -65,7 +66,7 @@ def float_blocks(model: nn.Module, target: Target = TENSORRT) -> dict[str, str]:
     return {**inside, **_float_in_head(model, target)} if task_of(model).boxes else inside
 
 
-def float_inside_blocks(model: nn.Module, target: Target = TENSORRT) -> dict[str, str]:
+def float_inside_blocks(model: Network, target: Target = TENSORRT) -> dict[str, str]:
     """Find the parts of torchvision's blocks that stay in float: path → reason.
 
     Squeeze-and-excitation computes one factor per channel on 1x1 maps: INT8 gains nothing there, and an error in the
@@ -88,7 +89,7 @@ def float_inside_blocks(model: nn.Module, target: Target = TENSORRT) -> dict[str
     }
 
 
-def _float_in_head(model: nn.Module, target: Target) -> dict[str, str]:
+def _float_in_head(model: Network, target: Target) -> dict[str, str]:
     """Find the convolutions of a YOLOv9 head that stay in float: path → reason.
 
     The last 1x1 convolutions feed DFL, softmax and sigmoid directly, and DFL's own has the integers 0..15 as weights:
@@ -108,7 +109,7 @@ def _float_in_head(model: nn.Module, target: Target) -> dict[str, str]:
     return kept
 
 
-def unknown_modules(model: nn.Module) -> dict[str, str]:
+def unknown_modules(model: Network) -> dict[str, str]:
     """Find modules with a convolution inside that are neither PyTorch's nor REVIEWED: path → class."""
     return {
         path: type(m).__name__
@@ -119,7 +120,7 @@ def unknown_modules(model: nn.Module) -> dict[str, str]:
     }
 
 
-def twins_of(model: nn.Module, target: Target) -> dict[type, Any]:
+def twins_of(model: Network, target: Target) -> dict[type, Any]:
     """Return the twins for a model and a target: class → twin."""
     twins = TWINS
     if not task_of(model).boxes:
@@ -130,7 +131,7 @@ def twins_of(model: nn.Module, target: Target) -> dict[type, Any]:
     return twins | {nn.ReLU6: QuantFusedReLU6, CBFuse: QuantRoundedCBFuse} if target.integers else twins
 
 
-def quantize_ends(model: nn.Module) -> None:
+def quantize_ends(model: Network) -> None:
     """Quantize the outputs of a quantized detector's head too, in place, and make the integers of images those of their pixels."""
     first = next(m for m in model.modules() if isinstance(m, QuantConv2d))
     first.input_quantizer = ImageQuantizer()
@@ -140,7 +141,7 @@ def quantize_ends(model: nn.Module) -> None:
             branch.append(kind())
 
 
-def find_twins(model: nn.Module, target: Target = TENSORRT) -> dict[str, str]:
+def find_twins(model: Network, target: Target = TENSORRT) -> dict[str, str]:
     """Find the blocks of a fused float model that `quantize_model` swaps: path → class, in the order of the network.
 
     Raises QatError, see `float_blocks`, or if the model is quantized.
@@ -156,7 +157,7 @@ def find_twins(model: nn.Module, target: Target = TENSORRT) -> dict[str, str]:
 
 
 def quantize_model(
-    model: nn.Module,
+    model: Network,
     keep_float: Sequence[str] = (),
     target: Target = TENSORRT,
 ) -> Conversion:

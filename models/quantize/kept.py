@@ -4,8 +4,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
-import torch.nn as nn
-
 from models.quantize.activations import exchangeable
 from models.quantize.convert import find_twins
 from models.quantize.network import left_out
@@ -13,6 +11,7 @@ from utils.qat.config.qat import QuantizeConfig
 from utils.qat.config.tables import load_target
 from utils.qat.core.errors import QatError
 from utils.qat.core.log import LOGGER
+from utils.qat.core.upstream import Network
 from utils.qat.run.sensitivity_summary import read_summary, worst
 
 T = TypeVar('T')
@@ -49,7 +48,7 @@ def ranks_activations(summary: Any) -> bool:
     return bool(summary) and summary['settings']['activation'] != 'keep'
 
 
-def kept_of(reference: nn.Module, config: QuantizeConfig, source: str) -> tuple[Kept, Kept]:
+def kept_of(reference: Network, config: QuantizeConfig, source: str) -> tuple[Kept, Kept]:
     """Choose the blocks of the fused float model `reference` that stay in float, and the activation functions that stay.
 
     `source` is the SHA-256 of the model's file, in hex digits. Raises QatError if --exclude, --only or --keep-float name blocks or

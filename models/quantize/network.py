@@ -10,18 +10,19 @@ from contextlib import ExitStack, contextmanager
 
 import torch
 import torch.nn as nn
-from torch.nn.utils.fusion import fuse_conv_bn_weights
+from torch.nn.utils.fusion import fuse_conv_bn_eval
 from torch.utils.hooks import RemovableHandle
 
 from utils.qat.backends.pytorch import task_of
 from utils.qat.core.errors import QatError, reporting
+from utils.qat.core.upstream import Network
 
 BLANK = 64  # pixels: height and width of the image of a dry run
 HEADS = 'Detect', 'DDetect', 'Segment', 'DSegment'  # whose outputs are compared, see divergence.HeadOutputs
 CONTAINERS = (nn.Sequential, nn.ModuleList)
 
 
-def layers(model: nn.Module) -> dict[str, nn.Module]:
+def layers(model: Network) -> dict[str, nn.Module]:
     """List the layers that a network computes one after the other, by path.
 
     An upstream model has numbered layers. The layers of a torchvision network are its children, and the members of a
@@ -42,17 +43,17 @@ def layers(model: nn.Module) -> dict[str, nn.Module]:
     return found
 
 
-def head_of(model: nn.Module) -> nn.Module:
+def head_of(model: Network) -> nn.Module:
     """Return the last layer of a model."""
     return [*layers(model).values()][-1]
 
 
-def has_known_head(model: nn.Module) -> bool:
+def has_known_head(model: Network) -> bool:
     """Tell whether `model` is a classifier, or its head is one of HEADS."""
     return not task_of(model).boxes or type(head_of(model)).__name__ in HEADS
 
 
-def require_known_head(model: nn.Module, purpose: str, instead: str) -> None:
+def require_known_head(model: Network, purpose: str, instead: str) -> None:
     """Raise QatError if the model's head is not one of HEADS; `purpose` needs one, `instead` is a clause of advice."""
     if not has_known_head(model):
         raise QatError(
@@ -69,25 +70,25 @@ def removed_after(hooks: Iterable[RemovableHandle]) -> Iterator[None]:
         yield
 
 
-def run_on_blank_image(model: nn.Module) -> None:
+def run_on_blank_image(model: Network) -> None:
     """Run a model in eval mode on one blank image, for hooks and modes that watch it."""
     parameter = next(model.parameters())
     model.eval()(torch.zeros(1, 3, BLANK, BLANK, device=parameter.device, dtype=parameter.dtype))
 
 
 @torch.no_grad()
-def fold_batch_norms(model: nn.Module) -> nn.Module:
+def fold_batch_norms(model: Network) -> Network:
     """Fold each batch norm that follows a convolution into it, in place, and return the model.
 
     A run on one blank image shows which one follows which; names do not matter. Upstream's models have their own `fuse`.
     """
     made: dict[int, tuple[torch.Tensor, nn.Conv2d]] = {}  # identity of an output → the output, and its convolution
-    pairs: dict[nn.Module, nn.Conv2d] = {}
+    pairs: dict[nn.BatchNorm2d, nn.Conv2d] = {}
 
-    def note(conv: nn.Module, inputs: tuple[torch.Tensor, ...], output: torch.Tensor) -> None:
+    def note(conv: nn.Conv2d, inputs: tuple[torch.Tensor, ...], output: torch.Tensor) -> None:
         made[id(output)] = output, conv
 
-    def follow(norm: nn.Module, inputs: tuple[torch.Tensor, ...]) -> None:
+    def follow(norm: nn.BatchNorm2d, inputs: tuple[torch.Tensor, ...]) -> None:
         if id(inputs[0]) in made:
             pairs[norm] = made[id(inputs[0])][1]
 
@@ -97,11 +98,9 @@ def fold_batch_norms(model: nn.Module) -> nn.Module:
         run_on_blank_image(model)
     for parent in list(model.modules()):
         for name, norm in parent.named_children():
-            if norm in pairs:
-                conv, n = pairs[norm], norm
-                conv.weight, conv.bias = fuse_conv_bn_weights(
-                    conv.weight, conv.bias, n.running_mean, n.running_var, n.eps, n.weight, n.bias
-                )
+            if isinstance(norm, nn.BatchNorm2d) and norm in pairs:
+                conv, whole = pairs[norm], fuse_conv_bn_eval(pairs[norm], norm)
+                conv.weight, conv.bias = whole.weight, whole.bias
                 setattr(parent, name, nn.Identity())
     return model
 
@@ -111,12 +110,12 @@ def within(path: str, unit: str) -> bool:
     return path == unit or path.startswith(f'{unit}.')
 
 
-def layer_of(model: nn.Module, path: str) -> tuple[str, nn.Module]:
+def layer_of(model: Network, path: str) -> tuple[str, nn.Module]:
     """Find the path and module of the layer (see network.layers) that is or contains `path`."""
     return next((at, layer) for at, layer in layers(model).items() if within(path, at))
 
 
-def _block(model: nn.Module, path: str) -> str:
+def _block(model: Network, path: str) -> str:
     """Find the path of the block that the twin at `path` belongs to.
 
     A layer that is built of blocks (ELAN, the head) keeps them in containers: its blocks are the parts that are no
@@ -133,7 +132,7 @@ def _block(model: nn.Module, path: str) -> str:
     return unit
 
 
-def find_units(model: nn.Module, twins: Collection[str], granularity: str) -> dict[str, list[str]]:
+def find_units(model: Network, twins: Collection[str], granularity: str) -> dict[str, list[str]]:
     """Group twins (paths) into units, by one of GRANULARITIES: unit → paths of its twins, in the order of the network."""
     unit_of: dict[str, Callable[[str], str]] = {  # granularity → (path of a twin → its unit)
         'layer': lambda path: layer_of(model, path)[0],
@@ -176,7 +175,7 @@ def left_out(
     return [path for path in paths if path not in chosen]
 
 
-def replace_module(model: nn.Module, path: str, module: nn.Module) -> None:
+def replace_module(model: Network, path: str, module: nn.Module) -> None:
     """Put a module in the place of that at a path of a model."""
     parent, _, name = path.rpartition('.')
     model.get_submodule(parent)._modules[name] = module

@@ -3,19 +3,18 @@
 from dataclasses import replace
 from typing import Any, TypeVar
 
-import torch.nn as nn
-
 from models.quantize.activations import activation_for
 from models.quantize.adapt import RATE
 from models.quantize.finetuning.loop import Learning
 from utils.qat.config.qat import LEARNT, CalibrationConfig, QuantizeConfig
 from utils.qat.core.errors import QatError
 from utils.qat.core.log import LOGGER
+from utils.qat.core.upstream import Network
 
 Plan = TypeVar('Plan', bound=CalibrationConfig)
 
 
-def resolve(asked: Plan, model: nn.Module, device: str, data: Any = None) -> Plan:
+def resolve(asked: Plan, model: Network, device: str, data: Any = None) -> Plan:
     """Return the settings with a value for everything, for a float model that they fit, a type of device ('cuda'), and data.
 
     `decided` has the names of the settings that were not typed. Without data it is taken to have labels. Raises QatError if the device

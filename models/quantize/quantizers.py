@@ -21,7 +21,7 @@ from typing import Any
 import torch
 import torch.nn as nn
 from absl import logging as absl_logging
-from torch.autograd.function import FunctionCtx
+from torch.autograd.function import BackwardCFunction, FunctionCtx
 from torch.utils.weak import WeakTensorKeyDictionary
 from typing_extensions import override
 
@@ -190,7 +190,7 @@ def join_strides(quantizers: Collection[Quantizer]) -> None:
     for kind in (OutputQuantizer, LogitQuantizer):
         strides = [q for q in quantizers if type(q) is kind]
         for each in strides:
-            each.take(torch.stack([q.own for q in strides]).amax(0))
+            each.take(torch.stack([q.own for q in strides if q.own is not None]).amax(0))
 
 
 class UnitQuantizer(Quantizer):
@@ -251,7 +251,7 @@ class _Rounded(torch.autograd.Function):
         return kept.mul_(scale)
 
     @staticmethod
-    def backward(ctx: FunctionCtx, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+    def backward(ctx: BackwardCFunction, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:
         (inside,) = ctx.saved_tensors
         return gradient * inside, None, None
 

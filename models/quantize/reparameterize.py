@@ -24,6 +24,7 @@ from torch.overrides import TorchFunctionMode
 from models import yolo
 from utils.qat.core.errors import QatError, one_line
 from utils.qat.core.log import LOGGER
+from utils.qat.core.upstream import Layer, Network
 from utils.qat.untrusted.model_yaml import require_network
 
 LAYERS = 8000  # modules at all depths, at most; upstream's largest model has 1800
@@ -55,7 +56,7 @@ class Weightless(TorchFunctionMode):
         return function(*args, **{**(kwargs or {}), **({'device': 'meta'} if function in self.made else {})})
 
 
-def network_layers(content: Any, source: str, weights: bool = False) -> tuple[nn.Sequential, list[int]]:
+def network_layers(content: Any, source: str, weights: bool = False) -> tuple[Any, list[int]]:
     """Build the layers of a YAML, with memory for their weights only if told, and list those that later layers read.
 
     Raises QatError if `source` does not describe a network by numbers alone (see require_network), its layers do not fit together,
@@ -118,7 +119,7 @@ def require_small_maps(content: Any, source: str) -> None:
     values = 0
     maps: list[Any] = []  # outputs of the layers so far; None for an output that no later layer reads
     with _in_one_line(source):
-        for layer in layers[:-1].eval():
+        for layer in layers.eval()[:-1]:
             if layer.f != -1:
                 x = maps[layer.f] if isinstance(layer.f, int) else [x if f == -1 else maps[f] for f in layer.f]
             x = layer(x)
@@ -130,21 +131,21 @@ def require_small_maps(content: Any, source: str) -> None:
             maps.append(x if layer.i in read else None)
 
 
-def _sources(layer: nn.Module) -> list[int]:
+def _sources(layer: Layer) -> list[int]:
     """List the indices of the layers that `layer` reads; -1 is the image."""
     froms = [layer.f] if isinstance(layer.f, int) else layer.f
     return [layer.i - 1 if f == -1 else f for f in froms]
 
 
-def _main_inputs(head: nn.Module) -> list[int]:
+def _main_inputs(head: Layer) -> list[int]:
     """List the layers that the main branch of such a head reads: the last `nl` maps, and the last prototype map."""
-    f = list(head.f)
+    f = head.f if isinstance(head.f, list) else [head.f]
     if type(head).__name__ == 'DualDSegment':
         return f[:-2][-head.nl :] + f[-1:]
     return f[-head.nl :]
 
 
-def _reached(model: nn.Module, inputs: Sequence[int]) -> list[int]:
+def _reached(model: Network, inputs: Sequence[int]) -> list[int]:
     """List the indices of the layers that the layers `inputs` need, in order."""
     needed: set[int] = set()
     waiting = list(inputs)
@@ -161,7 +162,7 @@ def _reached(model: nn.Module, inputs: Sequence[int]) -> list[int]:
     return kept
 
 
-def _single_yaml(model: nn.Module, kept: Sequence[int], inputs: Sequence[int], head: str) -> dict[str, Any]:
+def _single_yaml(model: Network, kept: Sequence[int], inputs: Sequence[int], head: str) -> dict[str, Any]:
     """Write the YAML of the single model: the layers `kept`, renumbered, and `head` on the layers `inputs`."""
     rows = model.yaml['backbone'] + model.yaml['head']
     new_index = {-1: -1, **{old: new for new, old in enumerate(kept)}}
@@ -179,7 +180,7 @@ def _single_yaml(model: nn.Module, kept: Sequence[int], inputs: Sequence[int], h
     return {**deepcopy(model.yaml), 'backbone': layers[:in_backbone], 'head': layers[in_backbone:]}
 
 
-def reparameterize(model: nn.Module) -> nn.Module:
+def reparameterize(model: Network) -> Network:
     """Make a single-branch model that computes the main outputs of `model`, which is on the CPU and becomes FP32.
 
     The new model is in FP32, in eval mode. Raises QatError if the head has no auxiliary branch, or no single twin in this upstream tree; if the YAML in the checkpoint does
@@ -239,7 +240,7 @@ def reparameterize(model: nn.Module) -> nn.Module:
     return single.eval()
 
 
-def main_branch(model: nn.Module, source: str) -> tuple[nn.Module, float]:
+def main_branch(model: Network, source: str) -> tuple[Network, float]:
     """Reparameterize a model, and check the result. source: of the model, for messages.
 
     Returns the new model, rounded to FP16, as checkpoints are, and in FP32 again; and the `largest_difference` before the
@@ -255,7 +256,7 @@ def main_branch(model: nn.Module, source: str) -> tuple[nn.Module, float]:
 
 
 @torch.no_grad()
-def largest_difference(dual: nn.Module, single: nn.Module) -> float:
+def largest_difference(dual: Network, single: Network) -> float:
     """Compute the largest absolute difference between the main outputs of `dual` and those of `single`, on noise of 64 x 64 pixels."""
     image = torch.rand(1, 3, 64, 64, generator=torch.Generator().manual_seed(0))
     ours, theirs = (m.eval()(image)[0] for m in (single, dual))

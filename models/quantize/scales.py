@@ -20,6 +20,7 @@ from torch.overrides import TorchFunctionMode
 
 from models.quantize.network import removed_after, run_on_blank_image
 from models.quantize.quantizers import Quantizer, named_quantizers, quantizers_off
+from utils.qat.core.upstream import Network
 from utils.qat.graph.moves import IN_PYTORCH
 
 # Functions whose results are never negative, and functions that keep them so, besides moves
@@ -110,7 +111,7 @@ class _Signs(TorchFunctionMode):
         return result
 
 
-def _dry_run(model: nn.Module, watch: TorchFunctionMode, met: Callable[[Quantizer, torch.Tensor], None]) -> None:
+def _dry_run(model: Network, watch: TorchFunctionMode, met: Callable[[Quantizer, torch.Tensor], None]) -> None:
     """Run a quantized model in float on a blank image, and show `met` each activation quantizer with its input."""
     hooks = [
         q.register_forward_pre_hook(lambda quantizer, inputs: met(quantizer, inputs[0]))
@@ -122,7 +123,7 @@ def _dry_run(model: nn.Module, watch: TorchFunctionMode, met: Callable[[Quantize
 
 
 @torch.no_grad()
-def never_negative(model: nn.Module) -> list[tuple[str, Quantizer]]:
+def never_negative(model: Network) -> list[tuple[str, Quantizer]]:
     """Find the activation quantizers, by path, whose inputs are never negative, such as behind a ReLU, by a dry run."""
     signs, never = _Signs(), dict[Quantizer, bool]()
 
@@ -134,7 +135,7 @@ def never_negative(model: nn.Module) -> list[tuple[str, Quantizer]]:
 
 
 @torch.no_grad()
-def scale_groups(model: nn.Module) -> list[list[str]]:
+def scale_groups(model: Network) -> list[list[str]]:
     """Find the groups of activation quantizers (paths) that must share a scale, by a dry run on one blank image.
 
     They are in the order of the network. A quantizer that shares with no other is a group of one.
@@ -155,7 +156,7 @@ def scale_groups(model: nn.Module) -> list[list[str]]:
     return list(members.values())
 
 
-def tie_scales(model: nn.Module) -> list[list[str]]:
+def tie_scales(model: Network) -> list[list[str]]:
     """Replace the quantizers of each of `scale_groups` by one, in place: it is calibrated on the inputs of all of them."""
     found = scale_groups(model)
     owners: dict[int, list[tuple[nn.Module, str]]] = {}  # quantizer → its modules, and its name in each
@@ -173,7 +174,7 @@ def tie_scales(model: nn.Module) -> list[list[str]]:
     return found
 
 
-def shared_scales(model: nn.Module) -> list[list[str]]:
+def shared_scales(model: Network) -> list[list[str]]:
     """Read the groups of activation quantizers (paths) that are one and the same object; see `scale_groups`."""
     groups: dict[int, list[str]] = {}
     for path, module in model.named_modules(remove_duplicate=False):

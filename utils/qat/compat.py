@@ -260,7 +260,7 @@ def numpy_trapz() -> bool:
         # NumPy 2.0 to 2.3 would warn for each class and threshold.
         warnings.filterwarnings('ignore', message='`trapz` is deprecated', category=DeprecationWarning)
         return False
-    np.trapz = np.trapezoid
+    vars(np)['trapz'] = np.trapezoid
     return True
 
 
@@ -278,7 +278,7 @@ def pillow_getsize() -> bool:
 
     fonts = [font for font in (ImageFont.FreeTypeFont, ImageFont.ImageFont) if not hasattr(font, 'getsize')]
     for font in fonts:
-        font.getsize = getsize
+        setattr(font, 'getsize', getsize)  # noqa: B010  # their types do not have it
     return bool(fonts)
 
 

@@ -12,13 +12,13 @@ import warnings
 from collections.abc import Callable, Iterable, Sequence
 from copy import deepcopy
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import onnx
 import torch
-import torch.nn as nn
 from typing_extensions import override
 
 from models.deploy.agreement import Agreement, Reference, metadata_of, traceable_copy
@@ -31,6 +31,7 @@ from utils.qat.config.tables import DEFAULT_TARGET, load_target
 from utils.qat.core.errors import QatError
 from utils.qat.core.files import atomic
 from utils.qat.core.log import bar
+from utils.qat.core.upstream import Network
 from utils.qat.graph import onnx_graph
 from utils.qat.graph import passes as onnx_passes
 from utils.qat.graph.padding import Padding, pad
@@ -51,15 +52,15 @@ class Exported(Agreement):
     padding: Padding | None  # what padded widths added
 
 
-def _trace(
-    model: nn.Module, images: torch.Tensor, path: Path, opset: int, dynamic: bool, outputs: Sequence[str]
-) -> None:
+def _trace(model: Network, images: torch.Tensor, path: Path, opset: int, dynamic: bool, outputs: Sequence[str]) -> None:
     """Write the traced graph with the TorchScript exporter, which supports fake-quantize operators in every opset needed here."""
-    options = {'dynamo': False} if 'dynamo' in inspect.signature(torch.onnx.export).parameters else {}
+    export: Callable[..., object] = torch.onnx.export
+    if 'dynamo' in inspect.signature(export).parameters:
+        export = partial(export, dynamo=False)
     with warnings.catch_warnings():
         warnings.filterwarnings('ignore', message='.*legacy TorchScript-based ONNX export.*')
         warnings.filterwarnings('ignore', category=torch.jit.TracerWarning)  # the head compares shapes, which are fixed
-        torch.onnx.export(
+        export(
             model,
             (images,),
             str(path),
@@ -68,7 +69,6 @@ def _trace(
             output_names=list(outputs),
             do_constant_folding=True,
             dynamic_axes={name: {0: 'batch'} for name in ('images', *outputs)} if dynamic else None,
-            **options,
         )
 
 
@@ -86,7 +86,7 @@ def checked(graph: onnx.ModelProto, path: Path) -> onnx.ModelProto:
 
 @torch.no_grad()
 def traced_graph(
-    traced: nn.Module,
+    traced: Network,
     images: torch.Tensor,
     path: Path,
     outputs: Sequence[str],
@@ -114,11 +114,11 @@ def traced_graph(
     ]
     logging.getLogger('torch.onnx').setLevel(logging.ERROR)
 
-    def trace(_: None) -> onnx.ModelProto:
+    def trace(_: onnx.ModelProto) -> onnx.ModelProto:
         _trace(traced, images, path, opset, dynamic, outputs)
         return onnx.load(path)
 
-    graph = None
+    graph = onnx.ModelProto()
     for step in progress([trace, *passes]):
         graph = step(graph)
     quantizers = [q for _, q in named_quantizers(traced)]
@@ -129,7 +129,7 @@ def traced_graph(
 
 @torch.no_grad()
 def export_onnx(
-    model: nn.Module,
+    model: Network,
     path: Path,
     imgsz: Sequence[int] = (640, 640),
     batch: int = 1,

@@ -60,14 +60,14 @@ def torch_nms(predictions: Iterable[torch.Tensor], nms: Nms, nm: int = 0) -> lis
         boxes = xywh2xyxy(boxes)
         if nms.class_agnostic:
             scores, best = scores.max(1, keepdim=True)
-        places = []
+        kept = []
         for c, of_class in enumerate(scores.T):
             candidates = (of_class > nms.conf_thres).nonzero().flatten()
-            places.append(
+            kept.append(
                 candidates[torchvision_nms(boxes[candidates], of_class[candidates], nms.iou_thres)] * scores.shape[1]
                 + c
             )
-        places = torch.cat(places).sort().values
+        places = torch.cat(kept).sort().values
         places = places[scores.flatten()[places].sort(descending=True, stable=True).indices[: nms.topk_all]]
         box = places // scores.shape[1]
         label = best[box, 0] if nms.class_agnostic else places % scores.shape[1]
@@ -273,9 +273,9 @@ class OnnxEnd2end(Format):
     @override
     def reference(self, export: Export) -> Callable[[torch.Tensor], Any]:
         if not export.predict.task.boxes:
-            return lambda images: torch.log_softmax(export.predict(images), 1)
+            return lambda images: torch.log_softmax(torch.as_tensor(export.predict(images)), 1)
         nms, pooling = export.nms
-        return lambda images: torch_detections(export.predict(images), tuple(images.shape[2:]), nms, pooling)
+        return lambda images: torch_detections(export.predict(images), (images.shape[2], images.shape[3]), nms, pooling)
 
 
 FORMAT = OnnxEnd2end()

@@ -5,24 +5,25 @@ from copy import deepcopy
 from typing import Any
 
 import torch
-import torch.nn as nn
 from torch.utils.data import DataLoader
 
 from models.quantize.activations import exchanges
 from models.quantize.blocks import Twin
+from models.quantize.calibration.bias_correction import biases_of
 from models.quantize.calibration.divergence import HeadOutputs, bins_of, decibels, energies
 from models.quantize.network import layer_of, layers
 from models.quantize.quantizers import Quantizer
 from utils.qat.backends.detections import prepared
 from utils.qat.backends.pytorch import TorchModel
 from utils.qat.core.distributed import all_reduce, from_first, is_first, merged
+from utils.qat.core.upstream import Network
 from utils.qat.data.loaders import channels_last
 from utils.qat.evaluation.chance import difference, difference_of_merit
 
 FLOAT, INT8, ALONE = 'float', 'int8', 'alone'  # forms of a twin
 
 
-def untied(model: nn.Module) -> nn.Module:
+def untied(model: Network) -> Network:
     """Copy the quantized `model` so that no two modules share a quantizer; ranges stay."""
     model = deepcopy(model)
     for module in model.modules():
@@ -39,13 +40,12 @@ class TwinForms:
     ALONE: INT8, with the bias for a model whose other blocks are float.
     """
 
-    def __init__(self, model: nn.Module, reference: nn.Module) -> None:
+    def __init__(self, model: Network, reference: Network) -> None:
         self.model = untied(model).eval().requires_grad_(False)
         self.twins = {path: m for path, m in self.model.named_modules() if isinstance(m, Twin)}
+        of_float, self.biases_now = biases_of(reference), biases_of(self.model)
         self.biases = {
-            path: {FLOAT: reference.get_submodule(path).bias.detach().clone(), INT8: m.bias.clone()}
-            for path, m in self.model.named_modules()
-            if isinstance(m, torch.nn.Conv2d) and m.bias is not None
+            path: {FLOAT: of_float[path].detach().clone(), INT8: bias.clone()} for path, bias in self.biases_now.items()
         }
         self.set_form(FLOAT)
 
@@ -63,13 +63,13 @@ class TwinForms:
             for name in self.twins[path].quantizer_names if path in self.twins else ():
                 getattr(self.twins[path], name)._disabled = form == FLOAT
             if path in self.biases:
-                self.model.get_submodule(path).bias.data.copy_(self.biases[path][form])
+                self.biases_now[path].data.copy_(self.biases[path][form])
 
 
 class ActivationForms:
     """The exchanges of a copy of an exchanged float model, by path: FLOAT is the old function, INT8 and ALONE are the new one."""
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: Network) -> None:
         self.model = deepcopy(model).eval().requires_grad_(False)
         self.twins = exchanges(self.model)
         for exchange in self.twins.values():
@@ -84,7 +84,7 @@ class ActivationForms:
             self.twins[path].share.fill_(form != FLOAT)
 
 
-def layer_states(model: nn.Module, first: int, x: Any, saved: Sequence) -> Iterator[tuple[Any, Sequence]]:
+def layer_states(model: Network, first: int, x: Any, saved: Sequence) -> Iterator[tuple[Any, Sequence]]:
     """Run the layers of an upstream model from `first`, and yield x and saved, before each layer and after the last.
 
     `x` is the output of the layer before `first`, or the images; `saved` has the outputs of all layers before, None for

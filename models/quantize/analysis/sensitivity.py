@@ -20,12 +20,14 @@ from torch.utils.data import DataLoader
 from models.quantize.activations import Exchange, exchanges
 from models.quantize.analysis.partly_float import ActivationForms, TwinForms, measure_units
 from models.quantize.blocks import QuantConv2d
+from models.quantize.calibration.calibrate import added
 from models.quantize.calibration.divergence import AT_ONCE, backward_from_probe
 from models.quantize.network import find_units, removed_after, within
 from models.quantize.quantizers import Quantizer, quantizers_off
 from utils.qat.backends.detections import prepared
 from utils.qat.config.qat import SensitiveConfig
 from utils.qat.core.distributed import all_reduce, rank, world_size
+from utils.qat.core.upstream import Network
 from utils.qat.data.loaders import channels_last
 
 MEASURED = 10  # units with the highest estimate, which are measured
@@ -68,7 +70,9 @@ class DivergenceEstimate:
             found = {path: torch.zeros(len(part), dtype=torch.float64, device=part.device) for path in self.twins}
             with self._places(found), quantizers_off(self.model):
                 self.weight += backward_from_probe(self.model, part, generator)
-            of_units = torch.stack([sum(found[path] for path in twins) for twins in self.units.values()])  # [units, B]
+            of_units = torch.stack(
+                [added(found[path] for path in twins) for twins in self.units.values()]
+            )  # [units, B]
             self.sums += torch.stack((of_units, of_units.sum(0) - of_units)).square().sum(2)
             self.images += len(part)
 
@@ -138,9 +142,7 @@ class DivergenceEstimate:
         return dict(zip(self.units, values)), {path: all_reduce(s.clone()) / images for path, s in self.shifts.items()}
 
 
-def unit_costs(
-    model: nn.Module, units: Mapping[str, Sequence[str]], imgsz: Sequence[int]
-) -> dict[str, tuple[int, int]]:
+def unit_costs(model: Network, units: Mapping[str, Sequence[str]], imgsz: Sequence[int]) -> dict[str, tuple[int, int]]:
     """Count the FLOPs (2 per multiply-add) and parameters of the convolutions and linear layers of each unit.
 
     In an exchanged model they are the values that the exchanged functions compute, which take the time. The key '' has the whole model's. `imgsz` is height and width in pixels.
@@ -148,13 +150,13 @@ def unit_costs(
     flops: dict[str, int] = {}
 
     def note(path: str) -> Callable[..., None]:
-        def hook(module: nn.Module, inputs: tuple[torch.Tensor, ...], output: torch.Tensor) -> None:
+        def hook(module: Any, inputs: tuple[torch.Tensor, ...], output: torch.Tensor) -> None:
             each = 1 if isinstance(module, Exchange) else 2 * module.weight[0].numel()
             flops[path] = each * output[0].numel()
 
         return hook
 
-    convs: dict[str, nn.Module] = {**exchanges(model)} or {
+    convs: dict[str, Any] = {**exchanges(model)} or {
         path: m for path, m in model.named_modules() if isinstance(m, (torch.nn.Conv2d, torch.nn.Linear))
     }
     hooks = [conv.register_forward_hook(note(path)) for path, conv in convs.items()]
@@ -168,7 +170,7 @@ def unit_costs(
     return {'': total(convs), **{unit: total([p for p in twins if p in convs]) for unit, twins in units.items()}}
 
 
-def _ranges(model: nn.Module, twins: Iterable[str]) -> dict[str, float | list[float]]:
+def _ranges(model: Network, twins: Iterable[str]) -> dict[str, float | list[float]]:
     """Collect the amax of each quantizer by path; for weights the smallest and the largest of the channels."""
     found: dict[str, float | list[float]] = {}
     for path in twins:
@@ -180,8 +182,8 @@ def _ranges(model: nn.Module, twins: Iterable[str]) -> dict[str, float | list[fl
 
 
 def analyse(
-    model: nn.Module,
-    reference: nn.Module,
+    model: Network,
+    reference: Network,
     loader: DataLoader,
     names: Mapping[int, str],
     config: SensitiveConfig,

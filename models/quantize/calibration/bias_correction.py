@@ -16,11 +16,18 @@ import torch.nn.functional as F
 from models.quantize.blocks import QuantConv2d
 from models.quantize.network import removed_after
 from models.quantize.quantizers import RoundedOnce
+from utils.qat.core.upstream import Network
 
 
-def convs_with_bias(model: nn.Module) -> list[tuple[str, QuantConv2d]]:
+def convs_with_bias(model: Network) -> list[tuple[str, QuantConv2d]]:
     """List the quantized convolutions that have a bias, with their paths."""
     return [(path, m) for path, m in model.named_modules() if isinstance(m, QuantConv2d) and m.bias is not None]
+
+
+def biases_of(model: Network) -> dict[str, torch.Tensor]:
+    """Return the biases of the convolutions, float or quantized, by their paths."""
+    convs = ((path, m) for path, m in model.named_modules() if isinstance(m, nn.Conv2d))
+    return {path: conv.bias for path, conv in convs if conv.bias is not None}
 
 
 def read_by(kernel: int, stride: int, dilation: int, size: int) -> torch.Tensor:
@@ -44,7 +51,7 @@ def mean_window(conv: nn.Conv2d, x: torch.Tensor) -> torch.Tensor:
 
 
 @torch.no_grad()
-def own_errors(model: nn.Module, batches: Iterable[torch.Tensor]) -> dict[str, torch.Tensor]:
+def own_errors(model: Network, batches: Iterable[torch.Tensor]) -> dict[str, torch.Tensor]:
     """Measure how far each quantized convolution's rounding moves the mean of its own outputs.
 
     `batches` are images, FP32 [B, 3, H, W] in 0..1 on the model's device. Returns path of a convolution → shift of the
@@ -76,12 +83,13 @@ def shrunk_mean(errors: torch.Tensor) -> torch.Tensor:
     return mean * (1 - variance / mean.square()).nan_to_num(nan=0).clamp(min=0)
 
 
-def own_shifts(model: nn.Module, batches: Iterable[torch.Tensor]) -> dict[str, torch.Tensor]:
+def own_shifts(model: Network, batches: Iterable[torch.Tensor]) -> dict[str, torch.Tensor]:
     """Measure the shifts [C] that `correct_biases` cancels, by path; arguments as in `own_errors`."""
     return {path: shrunk_mean(errors) for path, errors in own_errors(model, batches).items()}
 
 
-def correct_biases(model: nn.Module, biases: Mapping[str, torch.Tensor], shifts: Mapping[str, torch.Tensor]) -> None:
+def correct_biases(model: Network, biases: Mapping[str, torch.Tensor], shifts: Mapping[str, torch.Tensor]) -> None:
     """Set each convolution's bias to `biases` minus its shift, if it has one; both are [C] by path."""
+    of_model = biases_of(model)
     for path, bias in biases.items():
-        model.get_submodule(path).bias.data.copy_(bias - shifts[path] if path in shifts else bias)
+        of_model[path].data.copy_(bias - shifts[path] if path in shifts else bias)

@@ -12,15 +12,16 @@ Source of the criteria: Wu et al., "Integer Quantization for Deep Learning Infer
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import reduce
 
 import torch
-import torch.nn as nn
 import torch.nn.functional as F
 
 from models.quantize.quantizers import MIN_AMAX, QMAX, collecting, join_strides, named_quantizers
 from utils.qat.config.qat import PtqConfig
 from utils.qat.core.distributed import all_reduce
 from utils.qat.core.errors import QatError
+from utils.qat.core.upstream import Network
 
 CELLS = QMAX + 1  # INT8 values that are not negative
 SMALLEST = CELLS  # the smallest candidate, in bins: below it an INT8 step is finer than a bin
@@ -29,6 +30,11 @@ BITS = 12
 BINS = 1 << BITS
 MIN_EXPONENT = -100  # the smallest limit is 2^-100, because no range is below MIN_AMAX
 HISTC_CHUNK = 1 << 24  # values: torch.histc counts in FP32, which is exact up to 2^24 per bin
+
+
+def added(tensors: Iterable[torch.Tensor]) -> torch.Tensor:
+    """Add tensors of one shape, at least one, one after the other."""
+    return reduce(torch.add, tensors)
 
 
 def amax_max(counts: torch.Tensor) -> torch.Tensor:
@@ -177,18 +183,18 @@ def count_per_bin(x: torch.Tensor, width: torch.Tensor) -> torch.Tensor:
     """
     x = x * width.reciprocal()  # exact, because it is a power of two; a division takes longer
     if x.is_cuda:  # torch.bincount would wait for the device to learn the size of its result
-        return sum(torch.histc(part, BINS, 0, BINS).double() for part in x.abs_().split(HISTC_CHUNK))
+        return added(torch.histc(part, BINS, 0, BINS).double() for part in x.abs_().split(HISTC_CHUNK))
     # torch.histc takes five times as long on a CPU
     bins = x.nan_to_num_(0, 0, 0).short().abs_()  # .short() rounds towards zero, and INT16 is half as much memory
     return torch.bincount(bins, minlength=BINS).double()
 
 
-def calibrate_weights(model: nn.Module) -> None:
+def calibrate_weights(model: Network) -> None:
     """Set the amax of each output channel of every weight to its largest magnitude."""
     for module in model.modules():
-        quantizer = getattr(module, 'weight_quantizer', None)
+        quantizer, weight = (getattr(module, name, None) for name in ('weight_quantizer', 'weight'))
         if quantizer is not None:
-            quantizer.set_amax(module.weight.detach().abs().float().flatten(1).amax(1))
+            quantizer.set_amax(weight.detach().abs().float().flatten(1).amax(1))
 
 
 def require_values(histograms: Mapping[str, Histogram]) -> None:
@@ -214,13 +220,13 @@ def histogram_amax(histograms: Mapping[str, Histogram], method: str, config: Ptq
 
 
 # It runs batches of images, FP32 [B, 3, H, W] in 0..1, through a model, on its device
-ForwardLoop = Callable[[nn.Module], object]
+ForwardLoop = Callable[[Network], object]
 
 
 def over(batches: Iterable[torch.Tensor]) -> ForwardLoop:
     """Make the loop over these batches."""
 
-    def loop(model: nn.Module) -> None:
+    def loop(model: Network) -> None:
         for images in batches:
             model(images)
 
@@ -228,7 +234,7 @@ def over(batches: Iterable[torch.Tensor]) -> ForwardLoop:
 
 
 @torch.no_grad()
-def collect_histograms(model: nn.Module, forward_loop: ForwardLoop) -> dict[str, Histogram]:
+def collect_histograms(model: Network, forward_loop: ForwardLoop) -> dict[str, Histogram]:
     """Collect a histogram of the inputs of every activation quantizer, by path, over all processes of a torchrun.
 
     The whole model computes in float meanwhile.
@@ -247,7 +253,7 @@ def collect_histograms(model: nn.Module, forward_loop: ForwardLoop) -> dict[str,
     return histograms
 
 
-def set_ranges(model: nn.Module, ranges: Mapping[str, torch.Tensor], histograms: Mapping[str, Histogram]) -> None:
+def set_ranges(model: Network, ranges: Mapping[str, torch.Tensor], histograms: Mapping[str, Histogram]) -> None:
     """Set the ranges of quantizers, by path, to an amax, FP32 []. Their histograms have the smallest and largest values."""
     quantizers = dict(named_quantizers(model))
     for path, amax in ranges.items():
@@ -255,13 +261,13 @@ def set_ranges(model: nn.Module, ranges: Mapping[str, torch.Tensor], histograms:
     join_strides(quantizers.values())
 
 
-def raised_ranges(model: nn.Module) -> dict[str, int]:
+def raised_ranges(model: Network) -> dict[str, int]:
     """Count the ranges of each quantizer, by path, that were raised to MIN_AMAX, such as the range of a dead channel."""
-    raised = {name: (q._amax <= MIN_AMAX).sum().item() for name, q in named_quantizers(model)}
+    raised = {name: int((q._amax <= MIN_AMAX).sum()) for name, q in named_quantizers(model)}
     return {name: channels for name, channels in raised.items() if channels}
 
 
-def fit_ranges(model: nn.Module, batches: Iterable[torch.Tensor], config: PtqConfig) -> dict[str, int]:
+def fit_ranges(model: Network, batches: Iterable[torch.Tensor], config: PtqConfig) -> dict[str, int]:
     """Set the amax of every quantizer by config.calib_method, a key of SEARCH; returns `raised_ranges`.
 
     `batches` are as in `ForwardLoop`. Raises QatError, see `require_values`.

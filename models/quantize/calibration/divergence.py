@@ -24,15 +24,15 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.nn as nn
 import torch.nn.functional as F
 from utils.general import xywh2xyxy
 from utils.segment.general import crop_mask
 
-from models.quantize.calibration.calibrate import Histogram, histogram_amax, in_memory_order
+from models.quantize.calibration.calibrate import Histogram, added, histogram_amax, in_memory_order
 from models.quantize.network import head_of, removed_after
 from models.quantize.quantizers import Quantizer, RoundedOnce, named_quantizers, quantizers_off, rounded
 from utils.qat.config.qat import PtqConfig
+from utils.qat.core.upstream import Network
 from utils.qat.data.masks import COARSE
 from utils.qat.evaluation.classes import divergence
 
@@ -99,18 +99,18 @@ class HeadOutputs:
 
         The weights are about the number of places with an object.
         """
-        total, weights = 0.0, 0.0
-        for ours, theirs in zip(self.maps, wanted.maps):
-            (sides, scores), (true_sides, true_scores) = (split_map(raw, bins) for raw in (ours, theirs))
+        parts, weights = [], []
+        for raw, true_raw in zip(self.maps, wanted.maps):
+            (sides, scores), (true_sides, true_scores) = split_map(raw, bins), split_map(true_raw, bins)
             of_sides, weight = divergence_of_sides(sides, true_sides, true_scores)
-            total = total + bernoulli_divergence(scores, true_scores).sum((1, 2, 3), dtype=torch.float64)
-            total = total + of_sides.sum((1, 2), dtype=torch.float64)
-            weights = weights + weight.sum((1, 2), dtype=torch.float64)
+            parts.append(bernoulli_divergence(scores, true_scores).sum((1, 2, 3), dtype=torch.float64))
+            parts.append(of_sides.sum((1, 2), dtype=torch.float64))
+            weights.append(weight.sum((1, 2), dtype=torch.float64))
         if wanted.prototypes is not None:
             places, weight = strongest_places(wanted, bins)
             of_masks = bernoulli_divergence(mask_logits(self, places), mask_logits(wanted, places)) * weight
-            total = total + of_masks.sum((1, 2, 3), dtype=torch.float64)
-        return total, weights
+            parts.append(of_masks.sum((1, 2, 3), dtype=torch.float64))
+        return added(parts), added(weights)
 
     def probe(self, bins: int, draw: Draw) -> tuple[list[torch.Tensor], list[torch.Tensor], torch.Tensor]:
         """Draw a random v for each tensor of outputs: return these tensors, the vectors, and the weight, see `probe`.
@@ -126,7 +126,7 @@ class HeadOutputs:
         return [*self.maps, logits], [*vectors, probe_bernoulli(logits.detach(), draw) * weights.sqrt()], weight
 
 
-def bins_of(model: nn.Module) -> int:
+def bins_of(model: Network) -> int:
     """Return the number of bins in the head's distribution of a distance; 0 for a classifier."""
     return getattr(head_of(model), 'reg_max', 0)
 
@@ -187,7 +187,7 @@ def energies(mine: Any, wanted: Any, classes: int) -> torch.Tensor:
         return torch.stack((t.double().square().sum(), (s.double() - t).square().sum()))
 
     pairs = zip(mine.parts(classes), wanted.parts(classes))
-    return torch.stack([sum(sums(s, t) for s, t in zip(ours, theirs)) for ours, theirs in pairs])
+    return torch.stack([added(sums(s, t) for s, t in zip(part, true_part)) for part, true_part in pairs])
 
 
 def decibels(sums: torch.Tensor, names: Sequence[str]) -> dict[str, float]:
@@ -198,7 +198,7 @@ def decibels(sums: torch.Tensor, names: Sequence[str]) -> dict[str, float]:
 
 @torch.no_grad()
 def log_divergences(
-    model: nn.Module, batches: Sequence[torch.Tensor], references: Sequence[Any]
+    model: Network, batches: Sequence[torch.Tensor], references: Sequence[Any]
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Compute the logarithm of the divergence of each image, and its weight, see HeadOutputs.divergence_sums: FP64 [images] both.
 
@@ -218,7 +218,7 @@ def typical(logs: torch.Tensor, weights: torch.Tensor) -> float:
     return float(logs.mean().exp() / weights.mean())
 
 
-def typical_divergence(model: nn.Module, batches: Sequence[torch.Tensor], references: Sequence[Any]) -> float:
+def typical_divergence(model: Network, batches: Sequence[torch.Tensor], references: Sequence[Any]) -> float:
     """Measure the divergence of `model` on a typical image; the arguments are as in `log_divergences`."""
     return typical(*log_divergences(model, batches, references))
 
@@ -236,7 +236,7 @@ def probe(maps: Sequence[torch.Tensor], bins: int, draw: Draw) -> tuple[list[tor
     weight. Maps are FP32 [B, 4 bins + classes, H, W] per level. Returns the vectors, in the shapes of the maps, and the
     weight, FP32 [], to which the divergence is relative.
     """
-    vectors, weights = [], 0.0
+    vectors, weights = [], []
     for raw in maps:
         sides, logits = split_map(raw, bins)
         scores, sides = logits.sigmoid(), sides.softmax(2)
@@ -246,11 +246,11 @@ def probe(maps: Sequence[torch.Tensor], bins: int, draw: Draw) -> tuple[list[tor
         drawn = torch.zeros_like(sides).scatter_(2, index, 1.0)
         of_sides = (drawn - sides) * (weight / 4).sqrt() * (draw(one) - 0.5).sign()
         vectors.append(torch.cat((of_sides.flatten(1, 2), probe_bernoulli(logits, draw)), 1))
-        weights += weight.sum()
-    return vectors, weights
+        weights.append(weight.sum())
+    return vectors, added(weights)
 
 
-def backward_from_probe(model: nn.Module, images: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
+def backward_from_probe(model: Network, images: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
     """Run a forward pass, and a backward pass from a probe of the outputs; hooks of the caller see the gradients.
 
     The model is in eval mode, with a known head (see network.HEADS). Images are FP32 [B, 3, H, W] in 0..1. A generator
@@ -268,7 +268,7 @@ def backward_from_probe(model: nn.Module, images: torch.Tensor, generator: torch
 
 
 def fisher_amax(
-    model: nn.Module,
+    model: Network,
     histograms: Mapping[str, Histogram],
     images: Sequence[torch.Tensor],
     config: PtqConfig,

@@ -11,10 +11,9 @@ from copy import deepcopy
 from typing import Any
 
 import torch
-import torch.nn as nn
 
 from models.quantize.blocks import is_quantized
-from models.quantize.calibration.bias_correction import convs_with_bias, correct_biases, own_shifts
+from models.quantize.calibration.bias_correction import biases_of, correct_biases, own_shifts
 from models.quantize.calibration.calibrate import (
     ForwardLoop,
     Histogram,
@@ -37,6 +36,7 @@ from utils.qat.config.tables import load_target
 from utils.qat.core.distributed import from_first
 from utils.qat.core.errors import QatError
 from utils.qat.core.log import LOGGER, unshown
+from utils.qat.core.upstream import Network
 from utils.qat.data.loaders import Images, channels_last
 
 CORRECTED = ' + biases'  # follows the name of a method if the divergence was measured with corrected biases
@@ -57,7 +57,7 @@ class Sample:
         self.batch_size, self.step = 0, 1  # every `step`-th image is kept
         self.kept: list[torch.Tensor] = []  # [3, H, W] each
 
-    def __call__(self, model: nn.Module, inputs: tuple[torch.Tensor, ...]) -> torch.Tensor:
+    def __call__(self, model: Network, inputs: tuple[torch.Tensor, ...]) -> torch.Tensor:
         """Take note of a batch, and give it to the model in the layout of all other passes."""
         self.batch_size = self.batch_size or len(inputs[0])
         for image in inputs[0] if self.images is None else ():
@@ -79,7 +79,7 @@ class Sample:
 
 def every_third(batches: Sequence[torch.Tensor]) -> tuple[Sequence[torch.Tensor], Sequence[torch.Tensor]]:
     """Split batches of one shape into two sets: every third image, and all others. A single image is in both."""
-    images, size = torch.cat(batches), len(batches[0])
+    images, size = torch.cat([*batches]), len(batches[0])
     others = torch.tensor([i for i in range(len(images)) if i % 3 or len(images) == 1])
     return images[::3].split(size), images[others].split(size)
 
@@ -119,7 +119,7 @@ def race(
 
 def ranges_by(
     method: str,
-    model: nn.Module,
+    model: Network,
     histograms: Mapping[str, Histogram],
     fitting: Sequence[torch.Tensor],
     config: PtqConfig,
@@ -134,7 +134,7 @@ def ranges_by(
 
 
 def choose_calibration(
-    model: nn.Module,
+    model: Network,
     histograms: Mapping[str, Histogram],
     images: Sequence[torch.Tensor],
     config: PtqConfig,
@@ -163,7 +163,7 @@ def choose_calibration(
     calibrate_weights(model)
 
     methods = [config.calib_method] if not auto else CANDIDATES if known else CANDIDATES[:1]
-    biases = {path: m.bias.detach().clone() for path, m in convs_with_bias(model)}
+    biases = {path: bias.detach().clone() for path, bias in biases_of(model).items()}
     tried: dict[str, tuple[str, Tensors, Tensors]] = {}  # name → (method, ranges, shifts)
 
     def set_calibration(name: str) -> None:
@@ -189,7 +189,7 @@ def choose_calibration(
     return found, method, bool(shifts), raised_ranges(model)
 
 
-def prepare(model: nn.Module, config: PtqConfig, keep_float: Sequence[str] = ()) -> tuple[Conversion, list[list[str]]]:
+def prepare(model: Network, config: PtqConfig, keep_float: Sequence[str] = ()) -> tuple[Conversion, list[list[str]]]:
     """Quantize a fused float model in place, without a calibration; `keep_float` has paths, see convert.find_twins.
 
     Returns the conversion, and the groups of quantizers that share a scale, see scales.shared_scales. Raises QatError
@@ -214,7 +214,7 @@ def prepare(model: nn.Module, config: PtqConfig, keep_float: Sequence[str] = ())
 
 
 def calibrate(
-    model: nn.Module,
+    model: Network,
     forward_loop: ForwardLoop,
     sample: Sample,
     config: PtqConfig,
@@ -252,12 +252,12 @@ def calibrate(
 
 
 def calibrated(
-    reference: nn.Module,
+    reference: Network,
     images: Images,
     config: PtqConfig,
     progress: Callable[..., Iterable] = unshown,
     keep_float: Sequence[str] = (),
-) -> tuple[nn.Module, dict[str, Any]]:
+) -> tuple[Network, dict[str, Any]]:
     """Make a calibrated quantized copy of a fused float model; `keep_float` has paths, see convert.find_twins.
 
     Returns also the values of `calibrate`. Raises QatError, see `prepare` and `calibrate`.

@@ -14,7 +14,6 @@ from itertools import islice
 from typing import Any
 
 import torch
-import torch.nn as nn
 
 from models.quantize.calibration.divergence import bins_of
 from models.quantize.finetuning.training_step import GraphedStep, NotFinite, TrainingStep
@@ -23,6 +22,7 @@ from models.quantize.network import layers as layers_of
 from utils.qat.backends.pytorch import task_of
 from utils.qat.core.distributed import take_from_first
 from utils.qat.core.errors import QatError
+from utils.qat.core.upstream import Network
 
 LOOK_EVERY = 50  # steps between two checks of the device; the host waits for each check
 
@@ -56,7 +56,7 @@ class Epoch:
     state: dict[str, Any]  # of the training step, to continue from (see TrainingStep.state_dict)
 
 
-def supervised_layers(model: nn.Module, stride: int) -> list[int]:
+def supervised_layers(model: Network, stride: int) -> list[int]:
     """List the top-level layers whose outputs are compared: the head, and every `stride`-th layer with weights."""
     parts = [*layers_of(model).values()]
     with_weights = [i for i, layer in enumerate(parts) if any(True for _ in layer.parameters())]
@@ -73,8 +73,8 @@ def learning_rate_share(step: int, total: int) -> float:
 
 
 def finetune(
-    student: nn.Module,
-    teacher: nn.Module,
+    student: Network,
+    teacher: Network,
     loader: Any,
     how: Learning,
     progress: Callable[[Iterator, int, int], Iterable] | None = None,

@@ -15,17 +15,19 @@ import contextlib
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from copy import deepcopy
+from functools import partial
 from typing import Any
 
 import torch
-import torch.nn as nn
-from torch.autograd.function import FunctionCtx
+from torch.autograd.function import BackwardCFunction, FunctionCtx
 
+from models.quantize.calibration.calibrate import added
 from models.quantize.calibration.divergence import divergence_of_sides, split_map
 from models.quantize.network import head_of, removed_after
 from models.quantize.network import layers as layers_of
 from models.quantize.quantizers import QMIN, FixedScales, gpu_kernels
 from utils.qat.core.distributed import all_reduce, world_size
+from utils.qat.core.upstream import Network
 
 # Squared relative error, 80 dB below the teacher: where student and teacher agree, the root's gradient stays finite
 TINY = 1e-8
@@ -53,7 +55,7 @@ class _SquaredError(torch.autograd.Function):
         return _energy(difference)
 
     @staticmethod
-    def backward(ctx: FunctionCtx, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
+    def backward(ctx: BackwardCFunction, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
         (difference,) = ctx.saved_tensors
         gradient = (2 * gradient).view(-1, *[1] * (difference.dim() - 1))
         return (difference.float() * gradient).to(difference.dtype), None
@@ -133,7 +135,7 @@ def output_parts(output: Any) -> list[list[torch.Tensor]]:
 
 @contextlib.contextmanager
 def _watched(
-    model: nn.Module, layers: Sequence[int], see: Callable[[int, list[list[torch.Tensor]]], None]
+    model: Network, layers: Sequence[int], see: Callable[[int, list[list[torch.Tensor]]], None]
 ) -> Iterator[None]:
     """Context that calls `see(layer, its outputs)` after each of these top-level layers; see `output_parts`."""
 
@@ -152,7 +154,7 @@ def _cut(output: Any) -> Any:
     return type(output)(map(_cut, output))
 
 
-def head_emits_raw_maps(model: nn.Module) -> None:
+def head_emits_raw_maps(model: Network) -> None:
     """Set all layers to eval mode and the head to training mode: it returns raw outputs, without the decoding of boxes.
 
     Batch norms are fused away, so the training mode changes nothing else. A classifier returns raw scores anyway.
@@ -164,16 +166,12 @@ def head_emits_raw_maps(model: nn.Module) -> None:
 class Adam(torch.optim.Adam):
     """PyTorch's Adam without the wrappers for its compiler: their first call imports the compiler, which takes seconds."""
 
-    add_param_group, zero_grad, state_dict, load_state_dict = map(
-        inspect.unwrap,
-        (
-            torch.optim.Adam.add_param_group,
-            torch.optim.Adam.zero_grad,
-            torch.optim.Adam.state_dict,
-            torch.optim.Adam.load_state_dict,
-        ),
-    )
+    add_param_group = inspect.unwrap(torch.optim.Adam.add_param_group)
+    zero_grad = inspect.unwrap(torch.optim.Adam.zero_grad)
+    state_dict = inspect.unwrap(torch.optim.Adam.state_dict)
+    load_state_dict = inspect.unwrap(torch.optim.Adam.load_state_dict)
     step = torch.no_grad()(inspect.unwrap(torch.optim.Adam.step))
+    found_inf: torch.Tensor  # where it is not 0, fused Adam skips a step
 
 
 class TrainingStep:
@@ -193,8 +191,8 @@ class TrainingStep:
 
     def __init__(
         self,
-        student: nn.Module,
-        teacher: nn.Module,
+        student: Network,
+        teacher: Network,
         layers: Sequence[int],
         lr: float,
         amp: str = 'off',
@@ -222,8 +220,9 @@ class TrainingStep:
         self.parameters = {n: p for n, p in student.named_parameters() if p.requires_grad}
         self.highest = lr
         rate = torch.tensor(lr, device=self.device) if capturable else lr
-        options = {'fused': True, 'capturable': capturable} if self.cuda else {}
-        self.optimizer = Adam(self.parameters.values(), lr=rate, **options)
+        self.optimizer = Adam(
+            self.parameters.values(), lr=rate, fused=self.cuda or None, capturable=self.cuda and capturable
+        )
         self.loss_scale = torch.tensor(LOSS_SCALE, device=self.device) if amp == 'fp16' else None
         self.good_steps = torch.zeros((), device=self.device)  # since the loss scale changed
         self.at_fault = torch.zeros((), dtype=torch.bool, device=self.device)  # once set, all later steps are skipped
@@ -341,14 +340,14 @@ class TrainingStep:
         self, outputs: Any, terms: Mapping[Any, torch.Tensor], on_labels: Sequence[torch.Tensor]
     ) -> torch.Tensor:
         """Take the step that follows from `compare` and `label_gradients`; return the loss, FP32 [] on the device, without gradient."""
-        loss = sum(terms[layer] for layer in self.layers) / len(self.layers)
+        loss = added(terms[layer] for layer in self.layers) / len(self.layers)
         if self.box_bins:
             loss = loss + terms[BOXES]
         self.optimizer.zero_grad(set_to_none=True)
         roots = [self._scaled(loss), *(output_tensors(outputs) if on_labels else ())]
         torch.autograd.backward(roots, [None, *on_labels[1:]])
         losses = torch.stack([t.detach() for t in (*terms.values(), *on_labels[:1])])
-        loss, losses = self._average(sum(on_labels[:1], loss.detach()), losses)
+        loss, losses = self._average(added((loss.detach(), *on_labels[:1])), losses)
         skip = self._clip_and_judge(loss, losses)
         if self.cuda:
             self.optimizer.found_inf = skip.float()
@@ -470,11 +469,11 @@ class GraphedStep:
         self.step.optimizer.zero_grad(set_to_none=True)  # the graphs have their own gradients
         compare, update = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()
         # thread_local: meanwhile the loader's thread pins memory
-        recorded = {'stream': self.stream, 'capture_error_mode': 'thread_local'}
-        with torch.cuda.graph(compare, **recorded):
+        record = partial(torch.cuda.graph, stream=self.stream, capture_error_mode='thread_local')
+        with record(compare):
             self.outputs, terms = self.step.compare(self.images)
         compare.replay()  # recording computes nothing, and a loss on the labels needs values
         self.on_labels = self.step.label_gradients(self.outputs, *labels)
-        with torch.cuda.graph(update, pool=compare.pool(), **recorded):
+        with record(update, pool=compare.pool()):
             self.loss = self.step.update(self.outputs, terms, self.on_labels)
         self.graphs = compare, update

@@ -12,7 +12,7 @@ from functools import lru_cache
 import torch
 import triton
 import triton.language as tl
-from torch.autograd.function import FunctionCtx
+from torch.autograd.function import BackwardCFunction
 
 BLOCK = 4096  # values per program
 LARGEST = 2**31 - BLOCK  # values of a tensor: indices are INT32
@@ -124,18 +124,25 @@ def _laid_out(gradient: torch.Tensor, strides: tuple[int, ...]) -> torch.Tensor:
     return torch.empty_strided(gradient.shape, strides, dtype=gradient.dtype, device=gradient.device).copy_(gradient)
 
 
+class _Context(BackwardCFunction):
+    """What the forward pass keeps for the backward pass beside tensors."""
+
+    strides: tuple[int, ...]
+    range: tuple[float, float, float]  # 1 / scale, and the ends
+
+
 class _Rounded(torch.autograd.Function):
     """Round `x`; the gradient passes where x is inside the range."""
 
     @staticmethod
-    def forward(ctx: FunctionCtx, x: torch.Tensor, scale: float, zero_point: int, rows: Rows) -> torch.Tensor:
+    def forward(ctx: _Context, x: torch.Tensor, scale: float, zero_point: int, rows: Rows) -> torch.Tensor:
         y, bits = _round(x, scale, zero_point, rows, keep=True)
         ctx.save_for_backward(bits)
         ctx.strides = rows[2]
         return y
 
     @staticmethod
-    def backward(ctx: FunctionCtx, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
+    def backward(ctx: _Context, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
         (bits,) = ctx.saved_tensors
         gradient = _laid_out(gradient, ctx.strides)
         result = torch.empty_like(gradient)
@@ -148,14 +155,14 @@ class _RoundedSiLU(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: FunctionCtx, before: torch.Tensor, after: torch.Tensor, scale: float, zero_point: int, rows: Rows
+        ctx: _Context, before: torch.Tensor, after: torch.Tensor, scale: float, zero_point: int, rows: Rows
     ) -> torch.Tensor:
         ctx.save_for_backward(before)
         ctx.range, ctx.strides = (_inverse(scale), *_ends(zero_point)), rows[2]
         return _round(after, scale, zero_point, rows, keep=False)[0]
 
     @staticmethod
-    def backward(ctx: FunctionCtx, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None, None, None]:
+    def backward(ctx: _Context, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None, None, None]:
         (before,) = ctx.saved_tensors
         gradient = _laid_out(gradient, ctx.strides)
         result = torch.empty_like(gradient)
@@ -175,7 +182,7 @@ def rounded(x: torch.Tensor, scale: float, zero_point: int) -> torch.Tensor | No
     if not (torch.is_grad_enabled() and x.requires_grad):
         return _round(x, scale, zero_point, rows, keep=False)[0]
     if type(x.grad_fn).__name__ == 'SiluBackward0' and x.stride() == rows[2]:
-        before = x.grad_fn._saved_self
+        before = getattr(x.grad_fn, '_saved_self')  # noqa: B009  # this node has it
         if before.stride() == x.stride():
             return _RoundedSiLU.apply(before, x.detach(), scale, zero_point, rows)
     return _Rounded.apply(x, scale, zero_point, rows)

@@ -10,7 +10,7 @@ and only the difference is written, which the backward pass needs.
 import torch
 import triton
 import triton.language as tl
-from torch.autograd.function import FunctionCtx
+from torch.autograd.function import BackwardCFunction, FunctionCtx
 
 BLOCK, LOOPS = 4096, 16  # values of a step of a program, and its steps
 
@@ -53,7 +53,7 @@ class _SquaredError(torch.autograd.Function):
         return sums.sum(1)
 
     @staticmethod
-    def backward(ctx: FunctionCtx, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
+    def backward(ctx: BackwardCFunction, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
         (difference,) = ctx.saved_tensors
         result, number = torch.empty_like(difference), difference[0].numel()
         factors = gradient[:, 0].contiguous()

@@ -6,19 +6,19 @@ import time
 from collections.abc import Sequence
 
 import torch
-import torch.nn as nn
 
 from models.quantize.run.run import Run
 from utils.qat.config.qat import PRICES
 from utils.qat.core.log import LOGGER
 from utils.qat.core.text import in_words
+from utils.qat.core.upstream import Network
 
 FEW = 4  # images of a pass that is timed, and passes, of which the fastest counts
 # Passes of PyTorch for an image that is scored, observed, compared under several calibrations, learnt from
 SCORED, CALIBRATED, CHOSEN, LEARNT = 1.3, 4.5, 10, 5
 
 
-def seconds_per_image(model: nn.Module, imgsz: Sequence[int], device: torch.device) -> float:
+def seconds_per_image(model: Network, imgsz: Sequence[int], device: torch.device) -> float:
     """Time passes of a model over images of height and width `imgsz`."""
     images, taken = torch.rand(FEW, 3, *imgsz, device=device), []
     with torch.inference_mode():

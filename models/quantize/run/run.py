@@ -12,8 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.nn as nn
-from torch.utils.data import DataLoader
 
 from models.quantize.activations import chosen_activations
 from models.quantize.checkpoint import CheckpointFile, save_model
@@ -29,8 +27,9 @@ from utils.qat.core.files import TEMPORARY, atomic, write_torch
 from utils.qat.core.log import LOGGER, quiet_upstream
 from utils.qat.core.machine import describe, machine, select_device, versions
 from utils.qat.core.run_folder import DELIVERED
+from utils.qat.core.upstream import Network
 from utils.qat.data.dataset import MILD, VARIED, is_numbered, load_hyp
-from utils.qat.data.loaders import Images, Loaders, TrainingImages
+from utils.qat.data.loaders import Images, Loader, Loaders, TrainingImages
 from utils.qat.evaluation.detection_scores import require_annotations
 from utils.qat.evaluation.metrics import Metrics
 from utils.qat.run.report import write_report
@@ -45,7 +44,7 @@ class Inputs:
 
     config: Any  # CalibrationConfig
     device: torch.device
-    model: nn.Module  # float, fused, on `device`
+    model: Network  # float, fused, on `device`
     sha256: str  # of the file of `model`, hex digits
     task: Task
     images: Loaders
@@ -73,7 +72,7 @@ def open_inputs(config: CalibrationConfig) -> Inputs:
 class Run(Inputs):
     """A run of `quantize` in `folder`, PROJECT/NAME; `start` opens the folder and makes the state, or reads it to go on."""
 
-    scored: dict[str, DataLoader]  # 'val', and 'held out' if images are held out
+    scored: dict[str, Loader]  # 'val', and 'held out' if images are held out
     float_blocks: Kept = Kept([])
     float_functions: Kept = Kept([])  # activation functions that are not exchanged
     calibration: Images | None = None  # None in a run that goes on after the calibration
@@ -143,7 +142,7 @@ class Run(Inputs):
             state.changed[f'after epoch {epoch}'] = changed
 
     @contextmanager
-    def saved(self, model: nn.Module) -> Iterator[None]:
+    def saved(self, model: Network) -> Iterator[None]:
         """Save a model, quantized or in float, as UNSCORED, to score it and to give the file its name; else the file is deleted."""
         try:
             recipe = {**self.state.settings, 'kept_float': self.state.kept_float}
@@ -160,7 +159,7 @@ class Run(Inputs):
         on_first(os.replace)(self.folder / UNSCORED, self.folder / file)
         return file
 
-    def load(self, file: str) -> nn.Module:
+    def load(self, file: str) -> Network:
         """Load a model that `saved` wrote. Raises QatError if it was made from another float checkpoint."""
         from_first()  # the others wait for the file
         checkpoint = CheckpointFile(self.folder / file)

@@ -4,7 +4,6 @@ import time
 from dataclasses import replace
 
 import torch
-import torch.nn as nn
 
 from models.quantize.calibration.divergence import HeadOutputs, decibels, energies
 from models.quantize.quantizers import RoundedOnce
@@ -12,6 +11,7 @@ from models.quantize.run.run import Run
 from utils.qat.backends.pytorch import TorchModel
 from utils.qat.core.distributed import all_reduce
 from utils.qat.core.log import LOGGER, bar
+from utils.qat.core.upstream import Network
 from utils.qat.data.loaders import channels_last
 from utils.qat.evaluation.chance import boxes_and_masks, difference, in_words, points_lost
 from utils.qat.evaluation.classes import agreement, divergence
@@ -30,7 +30,7 @@ class ComparedModel(TorchModel):
     every evaluation. With a classifier it compares all images.
     """
 
-    def __init__(self, model: nn.Module, reference: nn.Module) -> None:
+    def __init__(self, model: Network, reference: Network) -> None:
         super().__init__(model, context=RoundedOnce(model))
         self.reference = reference.eval()
         self.compared = 0  # images that were compared
@@ -45,7 +45,7 @@ class ComparedModel(TorchModel):
         self.compared += len(images)
         wanted = self.reference(channels_last(images))
         self.sums += energies(HeadOutputs.of(output), HeadOutputs.of(wanted), self.nc)
-        if not self.task.boxes:
+        if isinstance(output, torch.Tensor):  # of a classifier
             both = torch.stack((agreement(output, wanted), divergence(output, wanted)))
             self.apart += torch.cat((both.sum(1), both.new_tensor([len(images)])))
         return self.task.predictions(output)
@@ -70,7 +70,7 @@ def score_float(run: Run, split: str) -> Stage:
     return stage
 
 
-def score(run: Run, model: nn.Module, name: str, split: str) -> Stage:
+def score(run: Run, model: Network, name: str, split: str) -> Stage:
     """Score a model that was made of the float model: also its distance from it, in the outputs of the head."""
     compared = ComparedModel(model, run.model)
     stage = _scored(run, compared, name, split)
@@ -86,7 +86,7 @@ def score(run: Run, model: nn.Module, name: str, split: str) -> Stage:
     return stage
 
 
-def points_lost_by(run: Run, trial: nn.Module, budget: float, first: bool) -> float:
+def points_lost_by(run: Run, trial: Network, budget: float, first: bool) -> float:
     """Score a trial model: the points that it loses beyond chance, INT8 against what it quantizes.
 
     Warn at the `first` one if `budget` is below chance.

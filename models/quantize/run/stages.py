@@ -9,8 +9,6 @@ from copy import deepcopy
 from functools import partial
 from typing import Any
 
-import torch.nn as nn
-
 from models.quantize.activations import chosen_activations, exchanged, exchanges, finish_exchange, restore
 from models.quantize.adapt import adapt
 from models.quantize.calibration.ptq import calibrated
@@ -22,6 +20,7 @@ from models.quantize.run.run import UNSCORED, Run
 from models.quantize.run.scorer import points_lost_by, score, score_float
 from utils.qat.core.log import LOGGER, bar
 from utils.qat.core.run_folder import DELIVERED
+from utils.qat.core.upstream import Network
 from utils.qat.data.loaders import Images, TrainingImages
 from utils.qat.run.state import ADAPTED, BEST, EPOCH, PTQ, Stage, unfit_state
 
@@ -42,7 +41,7 @@ def run_stages(run: Run) -> None:
     run.finish()
 
 
-def keep_model(run: Run, model: nn.Module, start: str, name: str, scoring: bool = True) -> Stage:
+def keep_model(run: Run, model: Network, start: str, name: str, scoring: bool = True) -> Stage:
     """Save a model, score it unless `scoring` is off, and name its file: `start`, its score, and the name of the float model."""
     with run.saved(model):
         stage = score(run, run.load(UNSCORED), name, run.state.chosen_on) if scoring else Stage()
@@ -50,7 +49,7 @@ def keep_model(run: Run, model: nn.Module, start: str, name: str, scoring: bool 
     return stage
 
 
-def adapted(run: Run) -> nn.Module:
+def adapted(run: Run) -> Network:
     """Exchange activation functions, teach the float model those that it has to learn, save and score it, and return it.
 
     With a summary that ranks them as many stay as config.max_drop needs before the model learns.
@@ -86,14 +85,14 @@ def adapted(run: Run) -> nn.Module:
     return run.load(stage.file)
 
 
-def calibrate(run: Run, reference: nn.Module, images: Images) -> None:
+def calibrate(run: Run, reference: Network, images: Images) -> None:
     """Run PTQ: calibrate a quantized copy of a float model on images, save and score it.
 
     More blocks than run.float_blocks stay in float if config.max_drop sets a budget for them.
     """
     config, kept, state, start = run.config, run.float_blocks, run.state, time.perf_counter()
 
-    def attempt(tried: Kept) -> tuple[float, tuple[nn.Module, dict[str, Any]]]:
+    def attempt(tried: Kept) -> tuple[float, tuple[Network, dict[str, Any]]]:
         model, found = calibrated(reference, images, config, bar, tried.paths)
         return points_lost_by(run, model, config.max_drop, tried is run.float_blocks), (model, found)
 

@@ -17,6 +17,7 @@ import models
 from models import yolo
 from models.quantize.reparameterize import Weightless, network_layers, tensor_shapes
 from utils.qat.core.errors import QatError
+from utils.qat.core.upstream import Layer, Network
 from utils.qat.untrusted.model_yaml import require_network
 from utils.qat.untrusted.names import require_colours
 from utils.qat.untrusted.torch_archive import Archive
@@ -48,13 +49,13 @@ class Trainer(ABC):
     def weights(self, archive: Archive) -> Weights:
         """Read the weights of a file of this trainer. Raises Refused if it has no detector, or is damaged."""
 
-    def fit_head(self, head: nn.Module, tensors: Mapping[str, torch.Tensor]) -> None:
+    def fit_head(self, head: Layer, tensors: Mapping[str, torch.Tensor]) -> None:
         """Change the parts of upstream's head that this trainer builds otherwise, in place.
 
         tensors: of the head, by their names in its state dict.
         """
 
-    def model(self, archive: Archive, source: str) -> nn.Module:
+    def model(self, archive: Archive, source: str) -> Network:
         """Build upstream's network with the weights of a file, in FP32. source: the option and the file, for messages.
 
         Raises Refused as `weights` does, or QatError if the tree has no network of these weights.

@@ -13,6 +13,7 @@ from typing_extensions import override
 
 from models.quantize.trainers.trainer import Trainer, Weights
 from utils.qat.core.text import visible
+from utils.qat.core.upstream import Layer
 from utils.qat.untrusted.plain_values import Values
 from utils.qat.untrusted.torch_archive import Archive, Call, Refused
 
@@ -81,7 +82,7 @@ class Ultralytics(Trainer):
         )
 
     @override
-    def fit_head(self, head: nn.Module, tensors: Mapping[str, torch.Tensor]) -> None:
+    def fit_head(self, head: Layer, tensors: Mapping[str, torch.Tensor]) -> None:
         """Build the class branch, whose width depends on the number of classes otherwise than upstream's.
 
         Some versions build it of 3x3 convolutions, some of depthwise and 1x1 ones.

@@ -95,6 +95,6 @@ def detect(
         (rows,) = non_max_suppression(
             p[None], conf_thres, iou_thres, multi_label=True, max_det=max_det, nm=coefficients
         )
-        masks = PrototypeMasks(rows[:, 6:], prototypes[i], rows[:, :4], shape) if coefficients else None
+        masks = None if prototypes is None else PrototypeMasks(rows[:, 6:], prototypes[i], rows[:, :4], shape)
         found.append(Detections(rows[:, :6], masks))
     return found

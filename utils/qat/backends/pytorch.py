@@ -5,18 +5,18 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
-from torch import nn
 
 from utils.qat.config.settings import Sides
 from utils.qat.config.tables import target_of_recipe
 from utils.qat.config.tasks import Task, load_task
+from utils.qat.core.upstream import Network
 from utils.qat.data.loaders import channels_last
 
 SMALLEST_STRIDE = 32  # pixels
 LARGEST = 8192  # pixels; a larger size in a file is ignored
 
 
-def task_of(model: nn.Module) -> Task:
+def task_of(model: Network) -> Task:
     """Return the task of a network: classification for torchvision's; upstream's last layer tells it."""
     layers = getattr(model, 'model', None)
     if layers is None or type(layers[-1]).__name__ == 'Classify':
@@ -24,7 +24,7 @@ def task_of(model: nn.Module) -> Task:
     return load_task('segment' if hasattr(layers[-1], 'nm') else 'detect')
 
 
-def stride_of(model: nn.Module) -> int:
+def stride_of(model: Network) -> int:
     """Return the number of pixels of which the sides of images must be multiples: the largest stride, at least 32 as for upstream.
 
     A head without P5 has a smaller one, and the layers before it may still halve the image five times.
@@ -67,7 +67,7 @@ class TorchModel:
 
     def __init__(
         self,
-        model: nn.Module,
+        model: Network,
         quant: dict[str, Any] | None = None,
         context: AbstractContextManager[None] | None = None,
     ) -> None:
@@ -90,7 +90,7 @@ class TorchModel:
         """Predict for images FP32 [B, 3, H, W] in 0..1: see file_model.py."""
         return self.task.predictions(self.outputs(images))
 
-    def outputs(self, images: torch.Tensor) -> tuple:
+    def outputs(self, images: torch.Tensor) -> torch.Tensor | tuple:
         """Run the model: return its predictions, and the outputs for training."""
         with self.context:
             return self.model(channels_last(images))

@@ -33,8 +33,8 @@ def label(result: dict[str, Any]) -> str:
 def colours(results: Sequence[dict[str, Any]]) -> dict[str, tuple[float, float, float]]:
     """Assign a colour to each series: label → RGB in 0..1, in the order of the results."""
     labels = list(dict.fromkeys(map(label, results)))
-    names = colormaps['tab10' if len(labels) <= 10 else 'tab20'].colors
-    return {text: names[i % len(names)] for i, text in enumerate(labels)}
+    number = 10 if len(labels) <= 10 else 20
+    return {text: colormaps[f'tab{number}'](i % number)[:3] for i, text in enumerate(labels)}
 
 
 def _name_bars(axes: Axes, results: Sequence[dict[str, Any]], longest: float) -> None:

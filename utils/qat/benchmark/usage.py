@@ -133,9 +133,9 @@ class Usage:
             other processes). Empty if no sample fell into a turn.
         """
         samples = [s for s in self.samples if any(start <= s.seconds <= end for start, end in turns)]
-        read: dict[str, list[float | None]] = {
+        told = {
             'percent': [s.percent for s in samples],
-            'clock_mhz': [s.clock for s in samples],
-            'others_percent': [s.others for s in samples],
+            'clock_mhz': [s.clock for s in samples if s.clock is not None],
+            'others_percent': [s.others for s in samples if s.others is not None],
         }
-        return {name: float(np.mean(values)) for name, values in read.items() if values and None not in values}
+        return {name: float(np.mean(values)) for name, values in told.items() if values and len(values) == len(samples)}

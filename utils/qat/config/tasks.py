@@ -17,10 +17,10 @@ from utils.qat.core.errors import QatError
 
 if TYPE_CHECKING:
     import torch
-    from torch import nn
 
     from utils.qat.config.common import LabelledConfig
     from utils.qat.config.settings import Sides
+    from utils.qat.core.upstream import Network
 
 # name → file in utils/qat/tasks/
 TASKS = {'detect': 'detection', 'segment': 'segmentation', 'classify': 'classification'}
@@ -89,7 +89,7 @@ class Task(ABC):
     # ---- networks
 
     @abstractmethod
-    def prepare(self, model: nn.Module) -> None:
+    def prepare(self, model: Network) -> None:
         """Add the attributes that all models share to a network as its training saved it, in place.
 
         Any exception means that the network lacks an attribute that training sets.
@@ -104,7 +104,7 @@ class Task(ABC):
         """Extract the predictions from the output of a network in eval mode."""
 
     @abstractmethod
-    def label_loss(self, model: nn.Module, weight: float) -> Callable[..., torch.Tensor]:
+    def label_loss(self, model: Network, weight: float) -> Callable[..., torch.Tensor]:
         """Make the loss of the network's outputs against the labels, times `weight`."""
 
     # ---- scores

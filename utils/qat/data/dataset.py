@@ -370,7 +370,7 @@ def unreadable(file: str, reason: object = '') -> QatError:
     return QatError(f'image {file}: cannot be read; mend or remove it' + f' ({said})' * bool(said))
 
 
-def require_copies(files: Sequence[str], copies: Sequence[Path], sizes: Sequence[Sequence[int]]) -> None:
+def require_copies(files: Sequence[str], copies: Sequence[Path], sizes: Iterable[Sequence[int]]) -> None:
     """Raise QatError unless upstream's copies of images are uint8 arrays of their sizes.
 
     Upstream reads such a copy, IMG.npy beside IMG.jpg, in place of the image, if it exists. `sizes` are the width and height

@@ -52,6 +52,8 @@ class Loader(DataLoader):
     their own (matplotlib: "Invalid bounding box") or swallow it, so this class removes the handler.
     """
 
+    dataset: Any  # upstream's, which has no types, or a Subset of it
+
     def __init__(self, dataset: Any, config: LoaderConfig, batches: Any, world: int = 1) -> None:
         """Load `batches` of indices, in one of `world` processes that load at once."""
         workers = min(config.workers, max(1, (os.cpu_count() or 1) // world), config.batch_size)
@@ -66,7 +68,7 @@ class Loader(DataLoader):
         )
         self.config = config
 
-    def __iter__(self) -> Iterator[Any]:
+    def __iter__(self) -> Iterator[Any]:  # type: ignore[override]  # PyTorch's own iterator is private
         before = signal.getsignal(signal.SIGCHLD)
         try:
             batches = super().__iter__()
@@ -84,8 +86,8 @@ def unshuffled(dataset: Any, config: LoaderConfig, shard: tuple[int, int] = (0, 
     return Loader(dataset, config, batches[rank::world], world)
 
 
-def spread(dataset: Any, limit: int) -> Subset:
-    """Select at most `limit` images, evenly spread over the set."""
+def spread(dataset: Any, limit: int) -> Any:
+    """Select at most `limit` images, evenly spread over the set, as a Subset."""
     n = min(limit, len(dataset))
     return Subset(dataset, [i * len(dataset) // n for i in range(n)])
 
@@ -180,10 +182,13 @@ class TrainingImages(Images):
 
     epoch, passes = 0, 1
 
+    def __init__(self, loader: Loader, batches: EpochBatches, device: torch.device, labels: bool = False) -> None:
+        super().__init__(loader, device, labels)
+        self.batches = batches  # of the loader
+
     def fill(self, steps: int) -> None:
         """Let an epoch have at least `steps` batches, however few the images, and full ones, because others run without the CUDA graph."""
-        sampler = self.loader.batch_sampler
-        sampler.drop_last |= sampler.n >= sampler.batch_size
+        self.batches.drop_last |= self.batches.n >= self.batches.batch_size
         self.passes = -(-steps // len(self.loader))
 
     def __len__(self) -> int:
@@ -193,7 +198,7 @@ class TrainingImages(Images):
         first = self.epoch * self.passes
         self.epoch += 1
         for number in range(first, first + self.passes):
-            self.loader.batch_sampler.epoch = number  # of EpochBatches
+            self.batches.epoch = number
             yield from super().__iter__()
 
 
@@ -247,7 +252,8 @@ class Loaders:
         if labels and isinstance(self.data, Data):
             require_labels(dataset, 'train', self.data, 'learnt from; --task-loss 0 needs none')
         batches = EpochBatches(len(dataset), self.config.batch_size, self.config.seed, self.shard)
-        return TrainingImages(Loader(Seeded(dataset), self.config, batches, self.shard[1]), self.device, labels)
+        loader = Loader(Seeded(dataset), self.config, batches, self.shard[1])
+        return TrainingImages(loader, batches, self.device, labels)
 
     def _open(self, split: str, masks: dict[str, Any] | None = None, labels: bool = True, **options: Any) -> Any:
         """Open the dataset of a split, see dataset.open_dataset; `masks` are settings of masks, if the data has any."""

@@ -9,7 +9,6 @@ import torch
 from utils.qat.config.export import Limits
 from utils.qat.core.errors import QatError
 from utils.qat.core.text import markdown_table, number
-from utils.qat.evaluation.chance import difference
 from utils.qat.evaluation.compare import NUMPY_TOLERANCE, Comparison, ElementDifferences, ranks_tables, tolerance_title
 from utils.qat.evaluation.metrics import ClassMetrics
 
@@ -54,7 +53,7 @@ class Differences:
             'disagreement': float(np.mean(means['disagreement'])),  # over all ranks
             'reference': first,
             'other': second,
-            'against_reference': difference(reference.resampled, other.resampled) if reference and other else None,
+            'against_reference': other.against(reference) if reference and other else None,
         }
 
 

@@ -15,7 +15,7 @@ from utils.qat.config.export import Limits
 from utils.qat.core.errors import QatError
 from utils.qat.core.text import markdown_table, number
 from utils.qat.data.masks import Masks, same_place_iou
-from utils.qat.evaluation.chance import EXPLAINED, difference, in_words, plus_minus
+from utils.qat.evaluation.chance import EXPLAINED, in_words, plus_minus
 from utils.qat.evaluation.compare import NUMPY_TOLERANCE, Comparison, ElementDifferences, ranks_tables, tolerance_title
 from utils.qat.evaluation.metrics import Metrics, from_json
 from utils.qat.evaluation.score_tables import models_table
@@ -198,7 +198,7 @@ class Differences:
                 **self.ranking.summary(),  # after NMS
                 'reference': first,
                 'other': second,
-                'against_reference': difference(reference.resampled, other.resampled) if reference and other else None,
+                'against_reference': other.against(reference) if reference and other else None,
                 'ap_difference': gain,
                 'mask_ap_difference': mask_gain,
             }

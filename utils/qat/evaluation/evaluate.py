@@ -2,19 +2,19 @@
 
 import json
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch.utils.data import DataLoader
 from utils.general import coco80_to_coco91_class
 
 from utils.qat.backends.detections import prepared
 from utils.qat.config.tasks import load_task
 from utils.qat.core.distributed import from_first, is_first, merged
 from utils.qat.core.files import write_text
+from utils.qat.data.loaders import Loader
 from utils.qat.evaluation.detection_scores import coco_figures
 
 
@@ -32,7 +32,7 @@ def timed(seconds: dict[str, float], step: str, device: torch.device) -> Iterato
 @torch.inference_mode()
 def evaluate(
     predict: Callable[[torch.Tensor], Any],
-    loader: DataLoader,
+    loader: Loader | Sequence[tuple],
     names: Mapping[int, str],
     device: torch.device,
     conf_thres: float = 0.001,
@@ -74,8 +74,9 @@ def evaluate(
         metrics.ms_per_image = {k: round(sum(s[k] for s in of_all) / metrics.images * 1e3, 2) for k in task.steps}
         if predictions_file and scorer.rows is not None:
             write_text(predictions_file, json.dumps(scorer.rows))
-        if annotations:
-            metrics.coco = coco_figures(annotations, scorer.rows, loader.dataset.im_files)
+        if annotations and isinstance(loader, Loader):
+            files = loader.dataset.im_files
+            metrics.coco = coco_figures(annotations, scorer.rows, files)
             if metrics.mask:
-                metrics.mask['coco'] = coco_figures(annotations, scorer.rows, loader.dataset.im_files, 'segm')
+                metrics.mask['coco'] = coco_figures(annotations, scorer.rows, files, 'segm')
     return from_first(metrics)

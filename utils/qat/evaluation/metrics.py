@@ -14,6 +14,8 @@ from utils.qat.untrusted.json_schema import COUNT, INDEX, NONE, NUMBER, SHARE
 if TYPE_CHECKING:
     import numpy as np
 
+    from utils.qat.evaluation.chance import Change
+
 NOTHING = 0.001  # AP or top-1 of a model that does not know the objects
 FINDS_NOTHING = 'finds nothing here: check classes, image size, preprocessing'
 UNWRITTEN = 'ms_per_image', 'resampled', 'scores'  # the times differ from run to run, the others are large
@@ -46,6 +48,13 @@ class Metrics:
         """The score that chooses models; with masks the mean of boxes and masks."""
         name, _ = self.choosing()
         return (getattr(self, name) + self.mask[name]) / 2 if self.mask else getattr(self, name)
+
+    def against(self, before: Metrics) -> Change:
+        """Compare with another model, on the same resamples: both must have them; see chance.difference."""
+        from utils.qat.evaluation.chance import difference
+
+        assert self.resampled is not None and before.resampled is not None
+        return difference(before.resampled, self.resampled)
 
     def to_json(self) -> dict[str, Any]:
         """Return the scores as plain values, the first ones first."""

@@ -22,7 +22,7 @@ from utils.qat.core.machine import describe, machine, machine_table, select_devi
 from utils.qat.core.run_folder import run_folder
 from utils.qat.core.text import code, escaped, image, link, markdown_table
 from utils.qat.data.loaders import Loaders
-from utils.qat.evaluation.chance import EXPLAINED, Change, difference, in_words, plus_minus
+from utils.qat.evaluation.chance import EXPLAINED, in_words, plus_minus
 from utils.qat.evaluation.classes import distance
 from utils.qat.evaluation.detection_scores import require_annotations
 from utils.qat.evaluation.evaluate import evaluate
@@ -44,7 +44,7 @@ class Score:
     device: torch.device
     seen: str  # preparation of the images, in words
     metrics: Metrics
-    baseline: Any  # Metrics, or None
+    baseline: Metrics | None
 
     def record(self) -> dict[str, Any]:
         """Return the scores with the preparation of the images and the times, as JSON has them."""
@@ -52,14 +52,10 @@ class Score:
 
     def beside_baseline(self) -> dict[str, Metrics]:
         """Return the metrics by the names of their files, those of the baseline first."""
-        if not self.config.baseline:
+        if not (self.config.baseline and self.baseline):
             return {self.config.weights.name: self.metrics}
         names = distinct_names([self.config.baseline, self.config.weights])
         return dict(zip(names, (self.baseline, self.metrics)))
-
-    def against_baseline(self) -> Change:
-        """Compare the metrics with the baseline's, see chance.difference."""
-        return difference(self.baseline.resampled, self.metrics.resampled)
 
 
 def names_of(scores: Sequence[Score]) -> list[str]:
@@ -74,7 +70,7 @@ def tables(score: Score) -> list[str]:
     """Format all metrics as Markdown tables."""
     metrics, compared, of_coco = score.metrics, [], []
     if score.baseline:
-        models, against = score.beside_baseline(), score.against_baseline()
+        models, against = score.beside_baseline(), metrics.against(score.baseline)
         compared.append(models_table([*models], [*models.values()], [plus_minus(against)]))
         _, title = metrics.choosing()
         compared.append(finds_nothing(score.baseline) or f'{in_words(against, title)} ({EXPLAINED})')
@@ -90,7 +86,7 @@ def write_scores(score: Score, following: str) -> None:
     """Write the report of a file, see `_write_report`. following: the next command."""
     content = score.record()
     if score.baseline:
-        content |= {'baseline': score.baseline.to_json(), 'against_baseline': score.against_baseline()}
+        content |= {'baseline': score.baseline.to_json(), 'against_baseline': score.metrics.against(score.baseline)}
     settings, models = asdict(score.config), score.beside_baseline()
     _write_report(score.folder, [score], settings, content, models, tables(score), following)
 
@@ -102,9 +98,9 @@ def write_several(folder: Path, scores: Sequence[Score], config: EvalConfig) -> 
     """
     names, first = names_of(scores), scores[0].metrics
     models = {score.folder.name.removeprefix(f'{folder.name}-'): score.metrics for score in scores}
-    against = [None, *(difference(first.resampled, score.metrics.resampled) for score in scores[1:])]
-    table = models_table(names, [*models.values()], [plus_minus(found) for found in against[1:]])
-    records = [{'model': s.config.weights, **s.record(), 'against_first': d} for s, d in zip(scores, against)]
+    against = [score.metrics.against(first) for score in scores[1:]]
+    table = models_table(names, [*models.values()], [plus_minus(change) for change in against])
+    records = [{'model': s.config.weights, **s.record(), 'against_first': d} for s, d in zip(scores, (None, *against))]
     settings = {**asdict(config), 'weights': [score.config.weights for score in scores]}
     links = ', '.join(link(f'../{score.folder.name}/report.md') for score in scores)
     parts = table, f'({EXPLAINED}.)', f'By class: {links}'

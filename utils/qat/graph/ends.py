@@ -82,7 +82,7 @@ class GraphWriter:
         self.model, self.scope, self.count = model, scope, 0
 
     def node(
-        self, op: str, inputs: list[str], outputs: int | tuple[str, ...] | list[str] = 1, **attributes: object
+        self, op: str, inputs: list[str], outputs: int | tuple[str, ...] | list[str] = 1, **attributes: Any
     ) -> Any:
         """Add a node and return the name of its output, or a list of them. outputs: their number, or names."""
         self.count += 1

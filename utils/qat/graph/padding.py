@@ -138,7 +138,7 @@ class _Padder:
             sizes = [len(channels.layout(name)) for name in node.output]
             _set(node, num_outputs=None)
             del node.input[1:]
-            node.input.append(self._constant(f'{node.output[0]}/sizes', np.int64(sizes)))
+            node.input.append(self._constant(f'{node.output[0]}/sizes', np.array(sizes, np.int64)))
         elif op == 'Slice':
             self._pad_slice(node)
         elif op == 'Resize':

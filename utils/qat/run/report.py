@@ -1,5 +1,6 @@
 """A `quantize` run → report.json, report.md and its pictures; and the tables of --dry-run."""
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -43,27 +44,28 @@ def plot_ap(path: Path, state: State) -> None:
     scored, best = state.scored(), state.best
     (merit, title), masks = state.epochs[0].metrics.choosing(), state.epochs[0].metrics.mask
 
-    def value(metrics: Metrics | None, part: str) -> float | None:
-        of_masks = part and metrics and metrics.mask
-        return of_masks[merit] if of_masks else None if part or not metrics else getattr(metrics, merit)
+    def value(metrics: Metrics | None, part: str) -> float:  # NaN, which is not drawn, for a model without a score
+        if not metrics or (part and not metrics.mask):
+            return math.nan
+        return metrics.mask[merit] if part and metrics.mask else getattr(metrics, merit)
 
-    numbers = [e.epoch for e in state.epochs]
+    numbers = [e.epoch or 0 for e in state.epochs]
     for part, colour in (('', 'tab:blue'), *[('masks ', 'tab:orange')] * bool(masks)):
         of = {name: value(scored.get(name), part) for name in (FLOAT, PTQ)}
         against = [e.against_float for e in state.epochs if e.against_float]
         level = of[FLOAT]
-        if level is not None and against:
+        if against and not math.isnan(level):
             chance = max((found['mask'] if part else found)['chance'] for found in against)
             label = f'{part}within chance of float, ± {100 * chance:.2f} points'
             axes.axhspan(level - chance, level + chance, color=colour, alpha=0.12, linewidth=0, label=label)
         for name, style in ((FLOAT, '-'), (PTQ, '--')):
-            if of[name] is not None:  # not with --no-eval-origin, --no-eval-ptq
+            if not math.isnan(of[name]):  # not with --no-eval-origin, --no-eval-ptq
                 axes.axhline(of[name], linestyle=style, color=colour, alpha=0.6, label=f'{part}{name} {of[name]:.4f}')
         axes.plot(numbers, [value(e.metrics, part) for e in state.epochs], 'o-', color=colour, label=f'{part}QAT')
     if best:
         height = value(best.metrics, '')
         label = f'best {height:.4f}' + ' (PTQ)' * (not best.epoch)
-        axes.plot(best.epoch, height, 'o', markersize=11, markerfacecolor='none', color='tab:green', label=label)
+        axes.plot(best.epoch or 0, height, 'o', markersize=11, markerfacecolor='none', color='tab:green', label=label)
     low, high = axes.get_ylim()
     wider = max(0, NARROWEST - (high - low)) / 2
     axes.set_ylim(low - wider, high + wider)

@@ -165,7 +165,8 @@ class State:
         of, number = self.resampled[self.chosen_on], len(self.epochs)
         if FLOAT not in of or number < LAST:
             return None
-        return difference(of[FLOAT], sum(of[EPOCH.format(n)] for n in range(number - LAST + 1, number + 1)) / LAST)
+        last = [of[EPOCH.format(n)] for n in range(number - LAST + 1, number + 1)]
+        return difference(of[FLOAT], np.mean(last, 0))
 
     def to_json(self) -> dict[str, Any]:
         """Return the fields as plain values, but for the arrays and tensors of `resampled` and `training`."""

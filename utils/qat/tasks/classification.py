@@ -15,7 +15,8 @@ from utils.qat.evaluation.metrics import ClassMetrics
 
 if TYPE_CHECKING:
     import torch
-    from torch import nn
+
+    from utils.qat.core.upstream import Network
 
 STRIDE = 32  # pixels, of a network of torchvision; upstream takes the same
 
@@ -78,7 +79,7 @@ class Classification(Task):
 
         return images * images.new_tensor(STD)[:, None, None] + images.new_tensor(MEAN)[:, None, None]
 
-    def prepare(self, model: nn.Module) -> None:
+    def prepare(self, model: Network) -> None:
         """Add a stride and names to a classifier if it has none, and make its activation functions not in-place.
 
         Code elsewhere identifies tensors by identity. Raises ValueError if it does not return one score for each class.
@@ -87,7 +88,7 @@ class Classification(Task):
 
         for m in model.modules():
             if getattr(m, 'inplace', False):
-                m.inplace = False
+                vars(m)['inplace'] = False
         if not hasattr(model, 'stride'):
             model.stride = torch.tensor([float(STRIDE)])
         with torch.no_grad():
@@ -105,7 +106,7 @@ class Classification(Task):
     def predictions(self, output: Any) -> Any:
         return output
 
-    def label_loss(self, model: nn.Module, weight: float) -> Callable[..., torch.Tensor]:
+    def label_loss(self, model: Network, weight: float) -> Callable[..., torch.Tensor]:
         """Make the cross entropy of logits [B, classes] against classes [B], the mean over the images."""
         from torch.nn.functional import cross_entropy
 

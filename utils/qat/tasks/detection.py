@@ -16,10 +16,11 @@ from utils.qat.evaluation.metrics import DetectionMetrics
 
 if TYPE_CHECKING:
     import torch
-    from torch import nn
+
+    from utils.qat.core.upstream import Network
 
 
-def read_by_losses(model: nn.Module) -> SimpleNamespace:
+def read_by_losses(model: Network) -> SimpleNamespace:
     """Return an object with the attributes that upstream's losses read: plain cross-entropy, as in upstream's settings."""
     return SimpleNamespace(model=model.model, parameters=model.parameters, hyp={'cls_pw': 1.0, 'fl_gamma': 0.0})
 
@@ -69,7 +70,7 @@ class Detection(Task):
             return f'as padded rectangles of up to {height} x {width}'
         return f'as {"squares" if height == width else "rectangles"} of {height} x {width}'
 
-    def prepare(self, model: nn.Module) -> None:
+    def prepare(self, model: Network) -> None:
         """Check that the attributes that upstream's training sets exist."""
         len(model.names), model.model[-1].nc
 
@@ -80,7 +81,7 @@ class Detection(Task):
         """Return the predictions [B, 4 + classes, N]; the rest is for training."""
         return output[0]
 
-    def label_loss(self, model: nn.Module, weight: float) -> Callable[..., torch.Tensor]:
+    def label_loss(self, model: Network, weight: float) -> Callable[..., torch.Tensor]:
         """Make upstream's loss of a head's raw maps, per image: 7.5 box + 0.5 class + 1.5 DFL. It makes the host wait for the device.
 
         It takes maps [B, 4 bins + classes, H, W] per level, and labels FP32 [n, 6]: image, class, box as centre, width and height

@@ -9,7 +9,8 @@ from utils.qat.tasks.detection import Detection
 
 if TYPE_CHECKING:
     import torch
-    from torch import nn
+
+    from utils.qat.core.upstream import Network
 
 
 class Segmentation(Detection):
@@ -29,7 +30,7 @@ class Segmentation(Detection):
         predictions, rest = output
         return predictions, rest[-1]
 
-    def label_loss(self, model: nn.Module, weight: float) -> Callable[..., torch.Tensor]:
+    def label_loss(self, model: Network, weight: float) -> Callable[..., torch.Tensor]:
         """Make Detection's: labels teach boxes, and masks follow the teacher.
 
         With upstream's loss on masks too, the demo with ReLU had 1 to 2 points of mask AP less after every epoch

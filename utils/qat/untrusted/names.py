@@ -10,7 +10,7 @@ from utils.qat.core.log import LOGGER
 from utils.qat.core.text import is_printable
 
 if TYPE_CHECKING:
-    from torch import nn
+    from utils.qat.core.upstream import Network
 
 LONGEST = 200  # characters of a name
 # YAML reads the names `yes`, 7 and 2020-01-01 as values of these types.
@@ -58,7 +58,7 @@ def require_colours(channels: object, source: str) -> None:
         raise QatError(f'{source}: takes {channels} channel{"s" * (channels > 1)}; only 3 are supported (RGB)')
 
 
-def require_names(model: nn.Module, source: str) -> None:
+def require_names(model: Network, source: str) -> None:
     """Check the names of a loaded model's classes and layers, and keep its class names as a map from 0..n-1.
 
     Raises QatError, which begins with `source`, if a name is too long or not printable.

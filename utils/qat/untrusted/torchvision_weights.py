@@ -8,11 +8,11 @@ from urllib.error import URLError
 
 import torch
 import torchvision
-from torch import nn
 
 from utils.qat.core.errors import QatError, reporting
 from utils.qat.core.files import is_network
 from utils.qat.core.log import LOGGER
+from utils.qat.core.upstream import Network
 from utils.qat.untrusted.torch_archive import AGAIN
 
 ZIP = b'PK\3\4'  # start of files that PyTorch has written since 1.6
@@ -25,7 +25,7 @@ def network_of(weights: Path) -> str | None:
     return next((name for name in reversed(known) if re.fullmatch(rf'{name}([-_.].*)?', weights.name)), None)
 
 
-def network_with(state: object, weights: Path) -> nn.Module:
+def network_with(state: object, weights: Path) -> Network:
     """Build the network of a file of weights, with its class names. `state` has the tensors by name.
 
     Raises QatError if they are not of the network with which the name of the file starts.
@@ -35,11 +35,11 @@ def network_with(state: object, weights: Path) -> nn.Module:
     if not isinstance(state, dict) or not all(isinstance(v, torch.Tensor) for v in state.values()):
         raise QatError(f'--weights {weights}: holds other things than the tensors of {name}, whose name it begins with')
     classes = next((len(v) for v in reversed(list(state.values())) if v.dim()), 0)
-    model: nn.Module = torchvision.models.get_model(name, weights=None, num_classes=classes or 1000)
+    model: Network = torchvision.models.get_model(name, weights=None, num_classes=classes or 1000)
     with reporting(f'--weights {weights}: these weights are not of {name}, whose name it begins with', RuntimeError):
         model.load_state_dict(dict(state))
     names = known.meta['categories']
-    model.names = names if len(names) == classes else [str(i) for i in range(classes)]
+    model.names = dict(enumerate(names if len(names) == classes else map(str, range(classes))))
     return model
 
 

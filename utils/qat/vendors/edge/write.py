@@ -22,6 +22,7 @@ from models.quantize.blocks import QuantConv2d
 from models.quantize.quantizers import QMAX, OutputQuantizer, Quantizer, UnitQuantizer, rounded_unit
 from utils.qat.core.errors import QatError
 from utils.qat.core.files import atomic, write_json
+from utils.qat.core.upstream import Layer, Network
 from utils.qat.graph.passes import set_metadata
 from utils.qat.vendors.edge.integers import with_integer_ends
 from utils.qat.vendors.edge.session import BINS, JOINED, LAYOUTS, STRIDES, Edge, decode
@@ -35,7 +36,7 @@ LIKE_BOXES = 1, 4 * BINS  # numbers of classes with which Frigate takes scores f
 LAST_OPSET = 17
 
 
-def without_groups(model: nn.Module) -> nn.Module:
+def without_groups(model: Network) -> Network:
     """Write convolutions with groups as convolutions whose weights for other groups are 0, in place, and return the model.
 
     The compilers for these chips do not take groups. Those with a group for each channel stay, they are a kind of their own.
@@ -51,7 +52,7 @@ def without_groups(model: nn.Module) -> nn.Module:
     return model
 
 
-def add_class(head: nn.Module) -> None:
+def add_class(head: Layer) -> None:
     """Add a class that never scores to a quantized head, in place."""
     for *_, conv, _ in head.cv3:
         conv.weight = nn.Parameter(torch.cat((conv.weight, torch.zeros_like(conv.weight[:1]))), requires_grad=False)
@@ -63,10 +64,10 @@ def add_class(head: nn.Module) -> None:
 class RawHead(nn.Module):
     """A head that returns what its convolutions compute: boxes [B, 64, h, w] and classes [B, nc, h, w] of each stride."""
 
-    def __init__(self, head: nn.Module, sigmoid: bool) -> None:
+    def __init__(self, head: Layer, sigmoid: bool) -> None:
         super().__init__()
         self.cv2, self.cv3 = head.cv2, head.cv3
-        self.i, self.f, self.type = head.i, head.f, head.type  # upstream's model reads them
+        vars(self).update({name: getattr(head, name) for name in ('i', 'f', 'type')})  # upstream's model reads them
         self.scores = nn.Sequential(nn.Sigmoid(), UnitQuantizer()) if sigmoid else nn.Identity()
 
     def forward(self, maps: Sequence[torch.Tensor]) -> list[torch.Tensor]:
@@ -77,7 +78,7 @@ class RawHead(nn.Module):
 class EdgeProgram(nn.Module):
     """What a .tflite file computes: images [B, H, W, 3] in 0..1 → the outputs of its layout."""
 
-    def __init__(self, model: nn.Module, joined: bool) -> None:
+    def __init__(self, model: Network, joined: bool) -> None:
         super().__init__()
         self.model, self.joined = model, joined
 
@@ -92,7 +93,7 @@ class EdgeProgram(nn.Module):
         return tuple(torch.cat([part.flatten(1, 2) for part in parts], 1) for parts in (maps[::2], maps[1::2]))
 
 
-def for_layout(model: nn.Module, layout: str, per_tensor: bool = False) -> nn.Module:
+def for_layout(model: Network, layout: str, per_tensor: bool = False) -> Network:
     """Copy a quantized model, with the weights, the biases and the scales of the outputs that a file of a layout has."""
     model = without_groups(traceable_copy(model))
     for module in model.modules():
@@ -109,7 +110,7 @@ def for_layout(model: nn.Module, layout: str, per_tensor: bool = False) -> nn.Mo
     return model
 
 
-def raw_model(model: nn.Module, sigmoid: bool = False, spare: bool = False) -> nn.Module:
+def raw_model(model: Network, sigmoid: bool = False, spare: bool = False) -> Network:
     """Copy a model with a head that returns what its convolutions compute. spare: with a class more, that never scores."""
     model = traceable_copy(model)
     if spare:
@@ -128,7 +129,7 @@ def within_a_step(found: dict[str, torch.Tensor], wanted: Sequence[torch.Tensor]
 
 
 def write_heads(
-    raw: nn.Module, file: Path, reference: Reference, target: Target, opset: int, metadata: Mapping[str, Any]
+    raw: Network, file: Path, reference: Reference, target: Target, opset: int, metadata: Mapping[str, Any]
 ) -> None:
     """Write a `raw_model` as an ONNX file with Q/DQ. Raises QatError if its predictions are not those of the reference."""
     names, images = LAYOUTS['heads'], reference.images

@@ -25,6 +25,7 @@ from utils.qat.backends.pytorch import task_of
 from utils.qat.config.tables import load_target
 from utils.qat.core.errors import QatError, reporting
 from utils.qat.core.files import atomic
+from utils.qat.core.upstream import Network
 from utils.qat.vendors.litert.session import INSTALL, METADATA, load_litert, without_native_messages
 from utils.qat.vendors.load import open_file
 
@@ -55,7 +56,7 @@ class PoolsAsConvolutions(TorchFunctionMode):
 class OnChannelsLast(nn.Module):
     """A model whose images, and prototypes of masks, are [B, H, W, C], and whose boxes are relative to the image, 0..1."""
 
-    def __init__(self, model: nn.Module, imgsz: Sequence[int], quantized: bool) -> None:
+    def __init__(self, model: Network, imgsz: Sequence[int], quantized: bool) -> None:
         super().__init__()
         height, width = imgsz
         self.model, self.quantized = model, quantized
@@ -86,7 +87,7 @@ def load_converter(who: str) -> Any:
     return litert_torch
 
 
-def convert(model: nn.Module, imgsz: Sequence[int], batch: int, file: Path) -> None:
+def convert(model: Network, imgsz: Sequence[int], batch: int, file: Path) -> None:
     """Convert a model to a .tflite file without metadata.
 
     model: float, or quantized and calibrated, in the form of `traceable_copy`; it is changed.

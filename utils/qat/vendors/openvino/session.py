@@ -51,7 +51,7 @@ def int8_overflows() -> bool:
     library, channels = load_openvino(), 64
     ops, largest = library.opset13, np.full((1, channels, 1, 1), 127, np.float32)
     x, weight = ops.parameter(largest.shape, np.float32), ops.constant(largest)
-    ends = np.float32([-128, 127, -128, 127])
+    ends = [np.float32(end) for end in (-128, 127, -128, 127)]
     quantized = (ops.fake_quantize(tensor, *ends, levels=256) for tensor in (x, weight))
     model = library.Model([ops.convolution(*quantized, [1, 1], [0, 0], [0, 0], [1, 1])], [x])
     compiled = one_core().compile_model(model, 'CPU', {'INFERENCE_PRECISION_HINT': 'f32', 'INFERENCE_NUM_THREADS': 1})

@@ -7,6 +7,7 @@ from typing_extensions import override
 
 from utils.qat.backends.pytorch import TorchModel, stride_of
 from utils.qat.config.settings import require_multiples
+from utils.qat.core.upstream import Network
 from utils.qat.vendors.measured import Conditions, Inputs, Measured, Measurement, ModelFile
 from utils.qat.vendors.vendor import SIMULATED
 
@@ -14,13 +15,16 @@ from utils.qat.vendors.vendor import SIMULATED
 class HalfModel(TorchModel):
     """A model of PyTorch in FP16, for images and predictions in FP32."""
 
-    def __init__(self, model: torch.nn.Module) -> None:
+    def __init__(self, model: Network) -> None:
         super().__init__(model.half())
 
     @override
-    def __call__(self, images: torch.Tensor) -> torch.Tensor | tuple[torch.Tensor, ...]:
-        found = super().__call__(images.half())
-        return tuple(part.float() for part in found) if isinstance(found, tuple) else found.float()
+    def __call__(self, images: torch.Tensor) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+        output = super().__call__(images.half())
+        if isinstance(output, torch.Tensor):
+            return output.float()
+        predictions, prototypes = output
+        return predictions.float(), prototypes.float()
 
 
 class MeasuredPyTorch(Measured):

@@ -31,6 +31,7 @@ from utils.qat.core.errors import QatError, reporting
 from utils.qat.core.files import atomic
 from utils.qat.core.log import LOGGER
 from utils.qat.core.machine import instruction_flags
+from utils.qat.core.upstream import Network
 from utils.qat.vendors.pytorch.aoti import AotPackage, compiled_layers
 from utils.qat.vendors.pytorch.write_pt2 import Pt2Format, package_metadata, reference_of, trace
 
@@ -110,9 +111,7 @@ def _int8_layers(integers: nn.Module) -> tuple[str, int]:
     return f'INT8: {wanted} of {layers} ({convs + linear - wanted} float by design)', wanted
 
 
-def _compile(
-    model: nn.Module, images: torch.Tensor, config: ExportConfig, metadata: dict[str, str], path: Path
-) -> None:
+def _compile(model: Network, images: torch.Tensor, config: ExportConfig, metadata: dict[str, str], path: Path) -> None:
     """Compile a model of `on_integers` to a package. Raises QatError if the compiler refuses it."""
     problem, errors = (
         '--include aoti: AOTInductor cannot compile the model',

@@ -17,6 +17,7 @@ from models.deploy.formats.format import Export, Format, Written
 from models.quantize.network import head_of
 from utils.qat.core.errors import QatError, reporting
 from utils.qat.core.files import atomic
+from utils.qat.core.upstream import Network
 from utils.qat.vendors.load import open_file
 from utils.qat.vendors.pytorch.pt2 import require_pt2
 
@@ -31,10 +32,10 @@ class AnyBatch:
 class Deployed(nn.Module):
     """A model as it is deployed: images in FP32, outputs in FP32, and between them the type of its weights."""
 
-    def __init__(self, model: nn.Module, half: bool) -> None:
+    def __init__(self, model: Network, half: bool) -> None:
         super().__init__()
         # otherwise the head compares the batch with the last one, and the trace holds for this batch alone
-        head_of(model).shape = AnyBatch()
+        vars(head_of(model))['shape'] = AnyBatch()
         self.model, self.dtype = model.half() if half else model, torch.float16 if half else torch.float32
 
     def forward(self, images: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -44,7 +45,7 @@ class Deployed(nn.Module):
 
 
 def trace(
-    model: nn.Module, images: torch.Tensor, half: bool = False, dynamic: bool = False
+    model: Network, images: torch.Tensor, half: bool = False, dynamic: bool = False
 ) -> torch.export.ExportedProgram:
     """Trace a model in the form of `traceable_copy`, which has run on such images. It is changed.
 

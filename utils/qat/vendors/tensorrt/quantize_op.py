@@ -17,12 +17,14 @@ from typing import Any
 
 import torch
 import torch.nn as nn
+from torch._ops import OpOverload
 from torch.export import Dim, ExportedProgram
 from torch.fx import Node
 
 from models.deploy.agreement import traceable_copy
 from models.quantize.network import require_known_head
 from models.quantize.quantizers import FixedScales, Quantizer, _along, named_quantizers
+from utils.qat.core.upstream import Network
 from utils.qat.graph import moves
 
 DECODED = 'cv2', 'cv3', 'cv4'  # branches of a head, whose last convolutions the decoding reads
@@ -46,7 +48,7 @@ class Detector(nn.Module):
     outputs stay FP32.
     """
 
-    def __init__(self, model: nn.Module, half: bool) -> None:
+    def __init__(self, model: Network, half: bool) -> None:
         super().__init__()
         self.model, self.half_inside = model, half
         if not half:
@@ -64,7 +66,7 @@ class Detector(nn.Module):
 
 
 def quantize_op_program(
-    model: nn.Module, imgsz: Sequence[int], batch: int = 1, dynamic: bool = False, half: bool = False
+    model: Network, imgsz: Sequence[int], batch: int = 1, dynamic: bool = False, half: bool = False
 ) -> ExportedProgram:
     """Export a fused model, float or quantized, with `quantize_op` where the ONNX file has Q/DQ.
 
@@ -138,7 +140,8 @@ def quantize_moves(program: ExportedProgram) -> None:
 
 
 def _is_move(node: Node) -> bool:
-    return getattr(node.target, 'namespace', '') == 'aten' and node.target.overloadpacket.__name__ in moves.IN_PYTORCH
+    op = node.target
+    return isinstance(op, OpOverload) and op.namespace == 'aten' and op.overloadpacket.__name__ in moves.IN_PYTORCH
 
 
 def merge_duplicates(program: ExportedProgram) -> None:

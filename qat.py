@@ -150,7 +150,7 @@ def sensitive(config: SensitiveConfig, folder: Path | None) -> None:
     from models.quantize.network import require_known_head
     from models.quantize.run.run import open_inputs
     from utils.qat.core.machine import versions
-    from utils.qat.evaluation.chance import in_words
+    from utils.qat.evaluation.interval import in_words
     from utils.qat.run.sensitivity_summary import (
         FILE,
         change_in,

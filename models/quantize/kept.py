@@ -76,7 +76,7 @@ def within_budget(first: Kept, budget: float, attempt: Callable[[Kept], tuple[fl
 
     Add units of first.summary to `first` in the order of their cost per FLOP. Double their number until the budget is
     kept, then bisect between the last two numbers. `attempt` changes all but what stays, and returns the points lost (0
-    for a loss within chance) and any result, which is returned with what stays. Raises QatError if no number of units
+    for a loss within the confidence interval) and any result, which is returned with what stays. Raises QatError if no number of units
     keeps the budget.
     """
     order = first.by_distortion_per_flop()

@@ -37,7 +37,7 @@ from utils.qat.core.files import sha256
 from utils.qat.core.log import quiet_upstream
 from utils.qat.data.dataset import load_data
 from utils.qat.data.loaders import Loaders
-from utils.qat.evaluation.chance import boxes_and_masks, difference
+from utils.qat.evaluation.interval import boxes_and_masks, difference
 
 torch.set_num_threads(1)  # one worker, one core; and sums come in the same order in every process
 
@@ -139,7 +139,7 @@ def share_of_float(found, wanted, floating):
     return (distances(found) / distances(floating)).median(0).values.max().item()
 
 
-def assert_by_chance(found):
+def assert_within_interval(found):
     """Chance explains a `difference` of AP, of masks too, or of a classifier's top-1.
 
     Twice the 95 % interval are four standard deviations: one would fail on every twentieth CPU, each of which rounds otherwise.
@@ -150,7 +150,7 @@ def assert_by_chance(found):
 
 def assert_same_ap(first, second):
     """Chance explains the difference of two Metrics of the same images (`resample=True`)."""
-    assert_by_chance(difference(first.resampled, second.resampled))
+    assert_within_interval(difference(first.resampled, second.resampled))
 
 
 def assert_verdicts(said, *verified):

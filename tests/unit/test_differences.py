@@ -1,11 +1,11 @@
-"""Laws of chance.py: intervals of differences are as wide as they must be."""
+"""Laws of interval.py: intervals of differences are as wide as they must be."""
 
 import numpy as np
 import pytest
 from helpers.commands import scores
 
-from utils.qat.evaluation import chance
-from utils.qat.evaluation.chance import difference, points_lost, resampled_ap, within_chance
+from utils.qat.evaluation import interval
+from utils.qat.evaluation.interval import difference, points_lost, resampled_ap, within_interval
 
 LEVELS = np.arange(10)  # of IoU
 
@@ -34,7 +34,7 @@ def images_of(number, seed, classes=4, found=(0.8,), wrong=3, parts=1):
 def test_blocks_change_nothing(monkeypatch):
     [images] = images_of(60, seed=1)
     whole = resampled_ap(images)
-    monkeypatch.setattr(chance, 'AT_ONCE', 5000)
+    monkeypatch.setattr(interval, 'AT_ONCE', 5000)
     assert np.allclose(whole, resampled_ap(images), rtol=0, atol=1e-12), 'sums over other shapes may end otherwise'
 
 
@@ -62,15 +62,15 @@ def test_swapping_models_swaps_the_sign():
 
 def test_one_image_tells_nothing():
     found = compared(1, 3, found=(0.9, 0.2))
-    assert found['chance'] == 1 and within_chance(found) and points_lost(found) == 0
+    assert found['chance'] == 1 and within_interval(found) and points_lost(found) == 0
 
 
 def test_the_interval_holds_the_truth_about_95_times_in_100(monkeypatch):
     """The truth: the difference on very many images."""
     options = {'classes': 1, 'found': (0.85, 0.78), 'wrong': 2}
-    monkeypatch.setattr(chance, 'RESAMPLES', 1)
+    monkeypatch.setattr(interval, 'RESAMPLES', 1)
     truth = compared(20000, 99, **options)['difference']
-    monkeypatch.setattr(chance, 'RESAMPLES', 150)
+    monkeypatch.setattr(interval, 'RESAMPLES', 150)
     trials = [compared(60, seed, **options) for seed in range(150)]
     held = np.mean([abs(found['difference'] - truth) <= found['chance'] for found in trials])
     spread = np.std([found['difference'] for found in trials])

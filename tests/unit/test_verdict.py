@@ -12,12 +12,12 @@ from models.deploy.ship.verdict import Outcome, against_int8, sentence, would_ch
 from utils.qat.benchmark.baseline import Gain
 from utils.qat.core.page import fold, write_page
 from utils.qat.core.text import code, escaped, image, markdown_table
-from utils.qat.evaluation.chance import UNKNOWN
+from utils.qat.evaluation.interval import UNKNOWN
 
 
-def outcome(speedup=1.3, difference=-0.002, chance=0.004):
+def outcome(speedup=1.3, difference=-0.002, half_width=0.004):
     gain = Gain('', 'OpenVINO', '', 1, 'BF16', speedup)
-    return Outcome(gain, 'AP', {'difference': difference, 'chance': chance})
+    return Outcome(gain, 'AP', {'difference': difference, 'chance': half_width})
 
 
 @pytest.mark.parametrize(
@@ -46,7 +46,7 @@ def test_the_sentence_names_file_speed_cost_and_size():
     said = sentence(found, {}, 'best.xml', 2_500_000, 10_000_000)
     for part in 'Ship best.xml', '1.30 times as fast as BF16', '-0.20 ± 0.40 points', '2.5 MB', '10.0 MB':
         assert part in said
-    assert '± ?' in outcome(chance=UNKNOWN).cost
+    assert '± ?' in outcome(half_width=UNKNOWN).cost
 
 
 @pytest.mark.parametrize('speedup, difference', [(0.72, -0.002), (1.3, -0.03), (0.72, -0.03)])

@@ -20,7 +20,7 @@ from utils.qat.core.log import LOGGER, RESULT, finish
 from utils.qat.core.page import fold, write_page
 from utils.qat.core.run_folder import DELIVERED
 from utils.qat.core.text import code, escaped, image, markdown_table
-from utils.qat.evaluation.chance import EXPLAINED, UNKNOWN, boxes_and_masks
+from utils.qat.evaluation.interval import EXPLAINED, UNKNOWN, boxes_and_masks
 from utils.qat.evaluation.metrics import Metrics, from_json
 from utils.qat.evaluation.score_tables import Columns, interval_table, plot_classes
 
@@ -124,7 +124,7 @@ def conclude(plan: Plan, runner: Runner, found: Results, reasons: dict[str, str]
     file, row = (plan.float_file, found.of_float) if reasons else (plan.int8_file(found.run), found.of_int8)
     said = sentence(outcome, reasons, file, found.of_int8['size_bytes'], found.of_float['size_bytes'])
     advice, commands, models = found.advice(reasons), [step.command for step in done], found.models()
-    difference, chance = outcome.found['difference'], outcome.found['chance']
+    difference, half_width = outcome.found['difference'], outcome.found['chance']
     about = {
         'verdict': 'float' if reasons else 'int8',
         'file': file,
@@ -135,7 +135,7 @@ def conclude(plan: Plan, runner: Runner, found: Results, reasons: dict[str, str]
         'ap': getattr(found.in_engine, found.key),
         'float_ap': getattr(found.float, found.key),
         'ap_difference': difference,
-        'interval': None if chance == UNKNOWN else (difference - chance, difference + chance),
+        'interval': None if half_width == UNKNOWN else (difference - half_width, difference + half_width),
         'reasons': [*reasons.values()],
         'tried': tried,
         'would_change': advice,

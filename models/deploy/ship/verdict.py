@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from utils.qat.benchmark.baseline import Gain
 from utils.qat.config.qat import PRICES
-from utils.qat.evaluation.chance import Part, in_points
+from utils.qat.evaluation.interval import Part, in_points
 
 SPEEDS = {  # --activation → of INT8 of yolov9-t, with it / with SiLU, docs/activations.md
     'polynomial': 'in OpenVINO 0.61 to 0.92 of the time',

@@ -18,7 +18,7 @@ from utils.qat.backends.pytorch import TorchModel
 from utils.qat.core.distributed import all_reduce, from_first, is_first, merged
 from utils.qat.core.upstream import Network
 from utils.qat.data.loaders import channels_last
-from utils.qat.evaluation.chance import difference, difference_of_merit
+from utils.qat.evaluation.interval import difference, difference_of_merit
 
 FLOAT, INT8, ALONE = 'float', 'int8', 'alone'  # forms of a twin
 
@@ -106,7 +106,7 @@ def layer_states(model: Network, first: int, x: Any, saved: Sequence) -> Iterato
 class FormMetrics:
     """The figures of one form of the model over all images: divergence and SQNR, and with a scorer the metrics.
 
-    With a scorer, `result` sets `resampled`, see chance.resampled_ap.
+    With a scorer, `result` sets `resampled`, see interval.resampled_ap.
     """
 
     def __init__(self, predict: TorchModel, scorer: Any = None) -> None:
@@ -157,7 +157,7 @@ def measure_units(
 
     Returns 'float', 'int8', (unit, 'only') and (unit, 'without') → measurements of a FormMetrics. With `scoring` all but 'only'
     have metrics; 'int8' has 'against_float', and 'without' has 'against_int8', the difference of Metrics.merit (see
-    chance.py).
+    interval.py).
     """
     model, predict = forms.model, TorchModel(forms.model)
     metrics_of: dict[Any, FormMetrics] = {

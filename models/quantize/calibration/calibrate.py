@@ -193,7 +193,7 @@ def calibrate_weights(model: Network) -> None:
     """Set the amax of each output channel of every weight to its largest magnitude."""
     for module in model.modules():
         quantizer, weight = (getattr(module, name, None) for name in ('weight_quantizer', 'weight'))
-        if quantizer is not None:
+        if quantizer is not None and weight is not None:
             quantizer.set_amax(weight.detach().abs().float().flatten(1).amax(1))
 
 

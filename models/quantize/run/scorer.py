@@ -13,9 +13,9 @@ from utils.qat.core.distributed import all_reduce
 from utils.qat.core.log import LOGGER, bar
 from utils.qat.core.upstream import Network
 from utils.qat.data.loaders import channels_last
-from utils.qat.evaluation.chance import boxes_and_masks, difference, in_words, points_lost
 from utils.qat.evaluation.classes import agreement, divergence
 from utils.qat.evaluation.evaluate import evaluate
+from utils.qat.evaluation.interval import boxes_and_masks, difference, in_words, points_lost
 from utils.qat.evaluation.metrics import finds_nothing
 from utils.qat.evaluation.score_tables import Columns
 from utils.qat.run.state import ADAPTED, FLOAT, Stage
@@ -87,21 +87,21 @@ def score(run: Run, model: Network, name: str, split: str) -> Stage:
 
 
 def points_lost_by(run: Run, trial: Network, budget: float, first: bool) -> float:
-    """Score a trial model: the points that it loses beyond chance, INT8 against what it quantizes.
+    """Score a trial model: the points that it loses beyond the confidence interval, INT8 against what it quantizes.
 
-    Warn at the `first` one if `budget` is below chance.
+    Warn at the `first` one if `budget` lies within the interval.
     """
     _scored(run, TorchModel(trial), 'trial', run.state.chosen_on)
     resampled = run.state.resampled[run.state.chosen_on]
     against = difference(resampled.get(ADAPTED, resampled[FLOAT]), resampled['trial'])
-    chance = 100 * max(part['chance'] for part in boxes_and_masks(against))
-    if chance > budget and first:
+    half_width = 100 * max(part['chance'] for part in boxes_and_masks(against))
+    if half_width > budget and first:
         LOGGER.warning(
-            f'--max-drop {budget}: less than chance, which is {chance:.2f} points on these '
-            f'{run.state.images[run.state.chosen_on]} images: no layer is left in float for a loss within chance; to keep '
+            f'--max-drop {budget}: within the confidence interval, which is ± {half_width:.2f} points on these '
+            f'{run.state.images[run.state.chosen_on]} images: no layer is left in float for a loss within it; to keep '
             'so small a budget use more images (val in --data)'
         )
-    LOGGER.info(f'{points_lost(against):.2f} points lost beyond chance, at most {budget} allowed')
+    LOGGER.info(f'{points_lost(against):.2f} points lost beyond the confidence interval, at most {budget} allowed')
     return points_lost(against)
 
 

@@ -8,7 +8,7 @@ from utils.qat.config.export import INT8_LIMITS
 from utils.qat.config.tables import FORMATS
 from utils.qat.config.tasks import load_task
 from utils.qat.core.command import sides_words
-from utils.qat.evaluation.chance import boxes_and_masks
+from utils.qat.evaluation.interval import boxes_and_masks
 
 # thresholds at which AP of a file with NMS inside can be compared with another
 INSIDE = '--conf-thres', '0.001', '--iou-thres', '0.7', '--topk-all', '300'

@@ -8,7 +8,7 @@ import shutil
 import onnx
 import pytest
 from helpers.faults import answer
-from helpers.zoo import assert_by_chance, assert_verdicts, command
+from helpers.zoo import assert_verdicts, assert_within_interval, command
 
 from utils.qat.graph.onnx_graph import metadata_value
 from utils.qat.run.sensitivity_summary import FILE
@@ -42,7 +42,7 @@ def test_from_checkpoint_to_file(small, tmp_path, include):
     [verify] = best.parent.glob('*.verify.json')
     result = json.loads(verify.read_text())
     assert_verdicts(said, result)
-    assert_by_chance(result['against_reference'])
+    assert_within_interval(result['against_reference'])
     file = best.with_name(name)
     said = command('val_trt.py', '--weights', file, *data, '--name', 'val', *by)
     assert 'AP' in said and ('INT8: ' in said or include not in ('openvino', 'litert'))

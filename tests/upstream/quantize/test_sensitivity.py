@@ -308,12 +308,12 @@ def test_a_short_table_has_the_measured_units_first():
 
 
 @pytest.mark.parametrize(
-    'difference, chance, budget',
+    'difference, half_width, budget',
     [(-0.01, 0.002, 0.2), (-0.001, 0.0005, 0.05), (-0.0001, 0, 0.0), (-0.01, 0.02, None), (0.01, 0.002, None)],
 )
-def test_the_recommended_budget_is_below_what_is_lost(difference, chance, budget):
-    """And there is none where chance explains the loss."""
-    lost = {'against_float': {'difference': difference, 'chance': chance}}
+def test_the_recommended_budget_is_below_what_is_lost(difference, half_width, budget):
+    """And there is none for a loss within the confidence interval."""
+    lost = {'against_float': {'difference': difference, 'chance': half_width}}
     summary = {'int8': lost, 'settings': {'activation': 'keep'}}
     assert options_for(summary) == ([] if budget is None else ['--sensitive', FILE, '--max-drop', budget])
     assert bool(nothing_lost(summary)) == (budget is None)

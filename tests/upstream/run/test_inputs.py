@@ -539,5 +539,5 @@ def test_nothing_is_said_of_int8_where_the_float_model_finds_nothing():
     state = state_of(1, origin=Stage(scores(ap=0.0)), ptq=ptq)
     assert 'finds nothing here' in headline(state) and conclusions(state) == [headline(state)]
     assert conclusions(state_of(1, origin=Stage(scores()), ptq=ptq))[0] == (
-        'INT8 against float: +0.00 ± ? points of AP, and one image tells nothing of chance on these 1 images.'
+        'INT8 against float: +0.00 ± ? points of AP, and one image has no confidence interval on these 1 images.'
     )

@@ -16,9 +16,9 @@ from helpers import classifiers
 from helpers.fresh import fresh
 from helpers.labelled import boxes_of
 from helpers.zoo import (
-    assert_by_chance,
     assert_same_ap,
     assert_verdicts,
+    assert_within_interval,
     command,
     holds,
     interrupt,
@@ -342,7 +342,7 @@ def test_upstream_val_and_detect_run_the_quantized_checkpoint(job):
 
 
 def test_each_way_of_scoring_finds_the_same(job):
-    """eval repeats the report's figures; a file scores as its checkpoint but for chance, and in val_trt.py as in eval, detection for detection."""
+    """eval repeats the report's figures; a file scores as its checkpoint within the confidence interval, and in val_trt.py as in eval, detection for detection."""
     report, onnx_file = job.report(), job.best.with_suffix('.onnx')
     wanted = report['best'] if report['val'] is None else report['val']['best']
     said, of_checkpoint = job.eval('pt', job.best, more=['--batch-size', job.report()['settings']['batch_size']])
@@ -350,7 +350,7 @@ def test_each_way_of_scoring_finds_the_same(job):
         assert of_checkpoint[name] == wanted[name]
     assert f'{wanted[job.figure]:.4f}' in said
     _, against = job.eval('against', onnx_file, more=['--baseline', job.best])
-    assert_by_chance(against['against_baseline'])
+    assert_within_interval(against['against_baseline'])
     _, by_eval = job.eval('onnx', onnx_file)
     assert against[job.figure] == by_eval[job.figure] > 0.1
     said, by_val = job.eval('trt', onnx_file, by=['val_trt.py'], more=['--save-json'] * (job.task != 'classify'))
@@ -369,7 +369,7 @@ def test_verify_writes_the_comparison_beside_the_file(job):
     assert len(results) == (2 if job.task == 'classify' else 1)
     assert_verdicts(said, *results)
     result = results[0]
-    assert_by_chance(result['against_reference'])
+    assert_within_interval(result['against_reference'])
     assert result['images'] == job.images['val'] and 'limits: ' in said
     assert result['onnx']['sha256'] == hashlib.sha256(job.best.with_suffix('.onnx').read_bytes()).hexdigest()
     assert f'{result["reference"][job.figure]:.4f}' in said
@@ -442,7 +442,7 @@ def test_sensitive_and_what_quantize_chooses_by_it(job):
     else:
         assert {'conv1', 'layer1.0', 'avgpool', 'fc'} <= twins.keys()
     chosen = '--sensitive', file, '--max-drop', 50, '--epochs', 0, '--val-split', 0, '--name', 'kept'
-    assert 'points lost beyond chance' in command('qat.py', *job.words('quantize', *chosen))
+    assert 'points lost beyond the confidence interval' in command('qat.py', *job.words('quantize', *chosen))
     assert job.report('kept')['kept_float'] == []
 
 
@@ -532,7 +532,7 @@ def test_end2end_files(job):
         assert f'name: "{name}"' in served
     result = read(folder / 'inside-end2end.verify.json')
     assert_verdicts(said, result)
-    assert_by_chance(result['against_reference'])
+    assert_within_interval(result['against_reference'])
     assert result['boxes'] is None and result['settings']['topk_all'] == 300
     _, inside = job.eval('inside', folder / 'inside-end2end.onnx', by=['val_trt.py'])
     _, plain = job.eval('outside', job.best.with_suffix('.onnx'), by=['val_trt.py'])

@@ -17,7 +17,7 @@ CANDIDATES = ('l2.4', 'fisher')  # --calib-method auto takes the better of them
 AUTO, ACTIVATIONS = 'auto', ('keep', 'polynomial', 'relu', 'relu6')
 LEARNT = ('relu', 'relu6')  # activation functions that a model has to learn
 PRICES = {  # --activation → what was measured, docs/activations.md
-    'polynomial': 'AP stayed within chance',
+    'polynomial': 'AP stayed within the confidence interval',
     **dict.fromkeys(
         LEARNT,
         'the model learns it from your images, and from labels in --epochs, at next to no cost with few classes, and for 6.5 points of AP '

@@ -6,7 +6,7 @@ import numpy as np
 import torch
 
 from utils.qat.backends.detections import ClassTruth
-from utils.qat.evaluation.chance import chance_of_share, draw_resamples
+from utils.qat.evaluation.interval import draw_resamples, half_width_of_share
 from utils.qat.evaluation.metrics import ClassMetrics
 
 TOP = 5
@@ -59,7 +59,7 @@ class ClassScorer:
                 'name': self.names[c],
                 'images': int((true == c).sum()),
                 **dict(zip(('top1', 'top5'), hits[true == c].mean(0).tolist())),
-                'chance': chance_of_share(hits[true == c, 0]),
+                'chance': half_width_of_share(hits[true == c, 0]),
             }
             for c in np.unique(true).tolist()
         ]

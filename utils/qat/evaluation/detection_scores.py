@@ -21,7 +21,7 @@ from utils.qat.core.log import LOGGER
 from utils.qat.data.dataset import Data
 from utils.qat.data.image_folders import ImageFolders
 from utils.qat.data.masks import Masks, resized
-from utils.qat.evaluation.chance import chances, resampled_ap
+from utils.qat.evaluation.interval import half_widths, resampled_ap
 from utils.qat.evaluation.metrics import DetectionMetrics
 
 AT_ONCE = 32  # masks at the size of the image in memory
@@ -170,9 +170,9 @@ class Scorer:
             ordered = [matches for _, matches in sorted(images, key=lambda image: image[0])]
             metrics.resampled = resampled_ap(ordered, by_class)
             for row in metrics.per_class:
-                for part, chance in zip((row, row.get('mask')), chances(by_class[row['class']])):
+                for part, half_width in zip((row, row.get('mask')), half_widths(by_class[row['class']])):
                     if part:
-                        part['chance'] = chance
+                        part['chance'] = half_width
         return metrics
 
 

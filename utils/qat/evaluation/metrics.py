@@ -14,7 +14,7 @@ from utils.qat.untrusted.json_schema import COUNT, INDEX, NONE, NUMBER, SHARE
 if TYPE_CHECKING:
     import numpy as np
 
-    from utils.qat.evaluation.chance import Change
+    from utils.qat.evaluation.interval import Change
 
 NOTHING = 0.001  # AP or top-1 of a model that does not know the objects
 FINDS_NOTHING = 'finds nothing here: check classes, image size, preprocessing'
@@ -35,7 +35,7 @@ class Metrics:
     coco: dict[str, float] | None = None  # pycocotools' figures; None if the data is not COCO
     ms_per_image: dict[str, float] = field(default_factory=dict)  # of each step
     resampled: np.ndarray | None = (
-        None  # of the first score on resamples of the images, see chance.py; None if not asked for
+        None  # of the first score on resamples of the images, see interval.py; None if not asked for
     )
 
     @classmethod
@@ -50,8 +50,8 @@ class Metrics:
         return (getattr(self, name) + self.mask[name]) / 2 if self.mask else getattr(self, name)
 
     def against(self, before: Metrics) -> Change:
-        """Compare with another model, on the same resamples: both must have them; see chance.difference."""
-        from utils.qat.evaluation.chance import difference
+        """Compare with another model, on the same resamples: both must have them; see interval.difference."""
+        from utils.qat.evaluation.interval import difference
 
         assert self.resampled is not None and before.resampled is not None
         return difference(before.resampled, self.resampled)

@@ -22,10 +22,10 @@ from utils.qat.core.machine import describe, machine, machine_table, select_devi
 from utils.qat.core.run_folder import run_folder
 from utils.qat.core.text import code, escaped, image, link, markdown_table
 from utils.qat.data.loaders import Loaders
-from utils.qat.evaluation.chance import EXPLAINED, in_words, plus_minus
 from utils.qat.evaluation.classes import distance
 from utils.qat.evaluation.detection_scores import require_annotations
 from utils.qat.evaluation.evaluate import evaluate
+from utils.qat.evaluation.interval import EXPLAINED, in_words, plus_minus
 from utils.qat.evaluation.metrics import ClassMetrics, DetectionMetrics, Metrics, finds_nothing
 from utils.qat.evaluation.score_tables import class_table, models_table, plot_classes
 from utils.qat.vendors.next_step import after_scoring

@@ -6,7 +6,7 @@ from typing import Any
 
 from utils.qat.core.files import write_picture
 from utils.qat.core.text import literal, markdown_table, number
-from utils.qat.evaluation.chance import UNKNOWN
+from utils.qat.evaluation.interval import UNKNOWN
 from utils.qat.evaluation.metrics import DetectionMetrics, Metrics
 
 MOST = 80  # classes in a picture
@@ -34,22 +34,22 @@ class Columns:
         """Format scores with four digits; '-' if missing."""
         return list(map(number, self.values(scores)))
 
-    def differences(self, after: Metrics | None, before: Metrics | None, chance: str = '') -> list[str]:
+    def differences(self, after: Metrics | None, before: Metrics | None, interval: str = '') -> list[str]:
         """Format the differences of two models in points (0.01); '-' if missing.
 
-        `chance` belongs to the first difference, such as ' ± 0.58'; see chance.py.
+        `interval` belongs to the first difference, such as ' ± 0.58'; see interval.py.
         """
         pairs = zip(self.values(after), self.values(before))
         points = ['-' if a is None or b is None else f'{round(100 * (a - b), 2) + 0.0:+.2f}' for a, b in pairs]
-        return [points[0] + chance, *points[1:]]
+        return [points[0] + interval, *points[1:]]
 
 
-def models_table(names: Sequence[str], models: Sequence[Metrics | None], chances: Sequence[str]) -> str:
+def models_table(names: Sequence[str], models: Sequence[Metrics | None], intervals: Sequence[str]) -> str:
     """Format the scores of several models as a Markdown table, with the differences from the first in points."""
     columns = Columns(*models)
     rows = [(name, *columns.cells(m)) for name, m in zip(names, models)]
-    for name, m, chance in zip(names[1:], models[1:], chances):
-        rows.append((f'{name} - {names[0]}, points', *columns.differences(m, models[0], chance)))
+    for name, m, interval in zip(names[1:], models[1:], intervals):
+        rows.append((f'{name} - {names[0]}, points', *columns.differences(m, models[0], interval)))
     return markdown_table(('model', *columns.titles), rows)
 
 
@@ -67,8 +67,8 @@ def interval_table(models: Mapping[str, Metrics]) -> str:
     (key, title), counted = first.choosing(), first.counted
 
     def cell(row: Mapping[str, Any]) -> str:
-        chance = '?' if row.get('chance') == UNKNOWN else f'{row.get("chance", 0):.4f}'
-        return f'{row[key]:.4f} ± {chance}' if row else '-'
+        half_width = '?' if row.get('chance') == UNKNOWN else f'{row.get("chance", 0):.4f}'
+        return f'{row[key]:.4f} ± {half_width}' if row else '-'
 
     of_class = [{row['class']: row for row in metrics.per_class} for metrics in models.values()]
     rows = [(r['name'], r[counted], *(cell(of.get(r['class'], {})) for of in of_class)) for r in first.per_class]
@@ -107,8 +107,8 @@ def plot_classes(path: Path, models: dict[str, Metrics]) -> None:
             places, height = bar_places(range(len(names)), i, len(models))
             mean = scores_of(vars(metrics))[key]
             bars, label = [found[model].get(name, 0) for name in names], literal(f'{model} {mean:.4f}')
-            chances = [rows[model].get(name, {}).get('chance', 0) for name in names]
-            intervals = {'xerr': chances, 'ecolor': '0.3', 'error_kw': {'linewidth': 1}} if any(chances) else {}
+            widths = [rows[model].get(name, {}).get('chance', 0) for name in names]
+            intervals = {'xerr': widths, 'ecolor': '0.3', 'error_kw': {'linewidth': 1}} if any(widths) else {}
             axes.barh(places, bars, height, color=f'C{i}', label=label, **intervals)
             axes.axvline(mean, linestyle='--', color=f'C{i}', linewidth=1)
         axes.set(xlim=(0, 1), xlabel=f'{part}; dashed: {"mean" if key == "ap" else "all images"}')

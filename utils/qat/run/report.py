@@ -17,14 +17,14 @@ from utils.qat.core.files import write_document, write_json, write_picture
 from utils.qat.core.machine import machine_table
 from utils.qat.core.run_folder import DELIVERED
 from utils.qat.core.text import code, escaped, image, link, markdown_table, number
-from utils.qat.evaluation.chance import (
+from utils.qat.evaluation.interval import (
     EXPLAINED,
     Change,
     boxes_and_masks,
     in_points,
     in_words,
     points_lost,
-    within_chance,
+    within_interval,
 )
 from utils.qat.evaluation.metrics import Metrics, finds_nothing
 from utils.qat.evaluation.score_tables import Columns, plot_classes
@@ -36,7 +36,7 @@ NARROWEST = 0.02  # of the AP axis, so that differences below two points do not 
 def plot_ap(path: Path, state: State) -> None:
     """Draw AP, or top-1, of every fine-tuning epoch (one at least), with lines for the float and the PTQ model.
 
-    A band around the float model is as wide as chance: inside it an epoch differs from the float model no more than by the choice
+    A band around the float model is as wide as the confidence interval: inside it an epoch differs from the float model no more than by the choice
     of images.
     """
     figure = Figure(figsize=(8, 4.5), layout='constrained')
@@ -55,9 +55,9 @@ def plot_ap(path: Path, state: State) -> None:
         against = [e.against_float for e in state.epochs if e.against_float]
         level = of[FLOAT]
         if against and not math.isnan(level):
-            chance = max((found['mask'] if part else found)['chance'] for found in against)
-            label = f'{part}within chance of float, ± {100 * chance:.2f} points'
-            axes.axhspan(level - chance, level + chance, color=colour, alpha=0.12, linewidth=0, label=label)
+            half_width = max((found['mask'] if part else found)['chance'] for found in against)
+            label = f'{part}confidence interval around float, ± {100 * half_width:.2f} points'
+            axes.axhspan(level - half_width, level + half_width, color=colour, alpha=0.12, linewidth=0, label=label)
         for name, style in ((FLOAT, '-'), (PTQ, '--')):
             if not math.isnan(of[name]):  # not with --no-eval-origin, --no-eval-ptq
                 axes.axhline(of[name], linestyle=style, color=colour, alpha=0.6, label=f'{part}{name} {of[name]:.4f}')
@@ -96,7 +96,7 @@ class RunTable:
         )
 
     def against_float(self, found: Change | None) -> list[str]:
-        """Format a difference of AP from the float model in points, with chance; '-' if unknown."""
+        """Format a difference of AP from the float model in points, with its interval; '-' if unknown."""
         if not found:
             return ['-'] * (1 + self.columns.masks)
         return [in_points(part) for part in boxes_and_masks(found)]
@@ -179,10 +179,10 @@ def headline(state: State) -> str:
         what = f'INT8 with {state.settings["activation"]}'
     if not against:
         return f'The INT8 model has {ap} on {state.images[images]} images, and the float model was not scored; {file}.'
-    if all(map(within_chance, boxes_and_masks(against))):
+    if all(map(within_interval, boxes_and_masks(against))):
         cost = f'{what} costs nothing that these images show'
     elif points_lost(against) > 0:
-        cost = f'{what} costs {points_lost(against):.2f} points of {title} beyond chance'
+        cost = f'{what} costs {points_lost(against):.2f} points of {title} beyond the confidence interval'
     else:
         cost = f'{what} scores higher than {adapted_title(state) if beside else FLOAT}'
     return f'{cost}: {ap}, {beside}{in_words(against, title)}, on {state.images[images]} images; {file}.'
@@ -194,7 +194,7 @@ def adapted_title(state: State) -> str:
 
 
 def conclusions(state: State) -> list[str]:
-    """State how much INT8 and fine-tuning change AP, whether chance explains it, and how the best was chosen."""
+    """State how much INT8 and fine-tuning change AP, whether beyond the confidence interval, and how the best was chosen."""
     scored, best, gain = state.scored(), state.best, state.gain
     if finds_nothing(scored.get(FLOAT)):
         return [headline(state)]
@@ -211,7 +211,7 @@ def conclusions(state: State) -> list[str]:
     if best and not best.epoch:
         said.append('Fine-tuning did not help: no epoch scores higher than PTQ, which is delivered.')
     elif gain:
-        unclear = ': whether it helped is not known' if within_chance(gain) else ''
+        unclear = ': whether it helped is not known' if within_interval(gain) else ''
         said.append(f'Fine-tuning against PTQ: {in_words(gain, title)}{unclear}.')
     if best:
         said.append(

@@ -15,7 +15,7 @@ from utils.qat.config.qat import QuantizeConfig
 from utils.qat.config.settings import Settings, flag_of, kind_of, plain
 from utils.qat.core.errors import QatError
 from utils.qat.core.run_folder import DELIVERED, writing
-from utils.qat.evaluation.chance import RESAMPLES
+from utils.qat.evaluation.interval import RESAMPLES
 from utils.qat.run.state import FORMAT, STATE, State, unfit_state
 from utils.qat.untrusted.json_schema import INDEX, NONE, anything, between, first_wrong, misfit, read_json
 from utils.qat.untrusted.plain_values import read_values

@@ -14,7 +14,7 @@ from utils.qat.core.errors import QatError, reporting
 from utils.qat.core.files import require_file, write_document, write_json, write_picture
 from utils.qat.core.machine import PACKAGES
 from utils.qat.core.text import escaped, image, literal, markdown_table, visible
-from utils.qat.evaluation.chance import RESAMPLES, in_points, in_words, points_lost
+from utils.qat.evaluation.interval import RESAMPLES, in_points, in_words, points_lost
 from utils.qat.evaluation.metrics import METRICS, DetectionMetrics
 from utils.qat.run.resume import json_kinds
 from utils.qat.untrusted.json_schema import (
@@ -189,7 +189,7 @@ def nothing_lost(summary: dict[str, Any]) -> str:
     return (
         ''
         if needed
-        else f'On these images all units {change_in(summary)} lose nothing beyond chance: none has to stay.'
+        else f'On these images all units {change_in(summary)} lose nothing beyond the confidence interval: none has to stay.'
     )
 
 
@@ -247,7 +247,7 @@ def write_summary(folder: Path, summary: dict[str, Any], task: Task, following: 
         lines.append(
             f'{title}: float {ap["float"]}, all {change_in(summary)} {ap["int8"]}: {in_words(summary["int8"]["against_float"], title)}. The last column is what '
             f'leaving the unit in float would add, in points (0.01){", the mean of boxes and masks" * masks}. ± holds 95 % of what other '
-            f'images of this kind would give, by {RESAMPLES} resamples of these: what is no larger than that may be chance.'
+            f'images of this kind would give, by {RESAMPLES} resamples of these: what is no larger than that shows nothing.'
         )
     first, whole = worst(summary)[0], summary['int8']
     cost = (

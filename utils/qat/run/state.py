@@ -1,7 +1,7 @@
 """The finished work of a `quantize` run, for its report and for a resumed run (resume.py).
 
 The models of all stages are scored on the same images, and these scores choose the best one. The candidates are the epochs and, as
-epoch 0, the calibrated model. They are compared by their AP on the same resamples of the images: see chance.py.
+epoch 0, the calibrated model. They are compared by their AP on the same resamples of the images: see interval.py.
 """
 
 import re
@@ -14,7 +14,7 @@ import numpy as np
 
 from utils.qat.core.errors import QatError
 from utils.qat.core.machine import PACKAGES
-from utils.qat.evaluation.chance import Change, difference, difference_of_merit
+from utils.qat.evaluation.interval import Change, difference, difference_of_merit
 from utils.qat.evaluation.metrics import METRICS, Metrics, from_json
 from utils.qat.untrusted.json_schema import AGAINST, CALIBRATION, COUNT, NONE, NUMBER, POSITIVE, SECONDS, SQNR, anything
 
@@ -62,7 +62,7 @@ def _file(value: object) -> bool:
 
 
 def _shares(value: Any) -> bool:
-    """Tell whether a value is a chance.resampled_ap."""
+    """Tell whether a value is a interval.resampled_ap."""
     known = type(value) is np.ndarray and value.dtype == np.float64 and value.ndim == 2
     return known and bool(((value >= 0) & (value <= 1)).all())
 
@@ -103,7 +103,7 @@ class State:
     changed: dict[str, dict[str, str]] = kept(
         {str: {str: str}}, default_factory=dict
     )  # by time: versions in a resumed run
-    # images → model → chance.resampled_ap
+    # images → model → interval.resampled_ap
     resampled: dict[str, dict[str, np.ndarray]] = kept(
         {'val': {str: _shares}, 'held out?': {str: _shares}}, default_factory=dict
     )

@@ -1,4 +1,4 @@
-"""The influence of chance on AP: other images would give another AP. A paired bootstrap estimates it.
+"""The confidence interval of AP: other images would give another AP. A paired bootstrap estimates it.
 
 A resample draws as many images as there are, with replacement; it is a count for each image. All models are scored on
 the same resamples, so images that are easy or hard for all of them do not change their difference. The matches of
@@ -14,7 +14,7 @@ from typing_extensions import NotRequired, TypedDict  # typing has both from Pyt
 RESAMPLES, SEED = 1000, 0
 CERTAIN = 1.96  # standard deviations; 95 % of a normal distribution lie within this distance of the mean
 EXPLAINED = f'± holds 95 % of what other images of this kind would give, by {RESAMPLES} resamples of these'
-UNKNOWN = 1.0  # chance that explains every difference of AP
+UNKNOWN = 1.0  # half width of an interval that holds every difference of AP
 AT_ONCE = 2**20  # most values of a temporary array
 
 
@@ -101,14 +101,14 @@ def average_precision(hits: np.ndarray, image: np.ndarray, labels: np.ndarray, c
     return ap / 100 / hits.shape[1]
 
 
-def chances(resampled: np.ndarray) -> list[float]:
+def half_widths(resampled: np.ndarray) -> list[float]:
     """Compute half the width of the 95 % confidence interval of each column of `resampled_ap`, or of its class."""
     if len(resampled) == 1:  # from one image
         return [UNKNOWN] * resampled.shape[1]
-    return [float(chance) for chance in CERTAIN * np.nanstd(resampled[1:], 0)]
+    return [float(half_width) for half_width in CERTAIN * np.nanstd(resampled[1:], 0)]
 
 
-def chance_of_share(hits: np.ndarray) -> float:
+def half_width_of_share(hits: np.ndarray) -> float:
     """Compute half the width of the 95 % confidence interval of the mean of 0 and 1; a bootstrap tends to it."""
     return CERTAIN * float(hits.std()) / len(hits) ** 0.5 if len(hits) > 1 else UNKNOWN
 
@@ -116,7 +116,7 @@ def chance_of_share(hits: np.ndarray) -> float:
 def difference(before: np.ndarray, after: np.ndarray) -> Change:
     """Compare two `resampled_ap` of the same images: AP `after` minus AP `before`."""
     gain = after[:, : before.shape[1]] - before[:, : after.shape[1]]  # one may have no masks
-    boxes, *masks = (Part(difference=float(d), chance=c) for d, c in zip(gain[0], chances(gain)))
+    boxes, *masks = (Part(difference=float(d), chance=c) for d, c in zip(gain[0], half_widths(gain)))
     return Change(**boxes, mask=masks[0]) if masks else Change(**boxes)
 
 
@@ -130,14 +130,14 @@ def boxes_and_masks(found: Change) -> list[Part]:
     return [found, found['mask']] if 'mask' in found else [found]
 
 
-def within_chance(found: Part) -> bool:
-    """Tell whether chance alone explains a difference, of boxes or of masks."""
+def within_interval(found: Part) -> bool:
+    """Tell whether a difference, of boxes or of masks, is no larger than half the width of its interval."""
     return abs(found['difference']) <= found['chance']
 
 
 def points_lost(found: Change) -> float:
-    """Compute the points (0.01) of AP that are lost beyond chance, the larger of boxes and masks; within chance 0."""
-    return max(0 if within_chance(part) else -100 * part['difference'] for part in boxes_and_masks(found))
+    """Compute the points (0.01) of AP that are lost beyond the interval, the larger of boxes and masks; within it 0."""
+    return max(0 if within_interval(part) else -100 * part['difference'] for part in boxes_and_masks(found))
 
 
 def in_points(found: Part) -> str:
@@ -146,7 +146,7 @@ def in_points(found: Part) -> str:
 
 
 def plus_minus(found: Part | None) -> str:
-    """Format the chance of a difference of boxes in points: ' ± 0.12'; ' ± ?' if it is not known, '' for None."""
+    """Format the interval of a difference of boxes in points: ' ± 0.12'; ' ± ?' if it is not known, '' for None."""
     if not found:
         return ''
     return ' ± ?' if found['chance'] == UNKNOWN else f' ± {100 * found["chance"]:.2f}'
@@ -154,12 +154,12 @@ def plus_minus(found: Part | None) -> str:
 
 def _how_sure(found: Part) -> str:
     if found['chance'] == UNKNOWN:
-        return 'and one image tells nothing of chance'
-    return f'{"within" if within_chance(found) else "beyond"} chance'
+        return 'and one image has no confidence interval'
+    return f'{"within" if within_interval(found) else "beyond"} the confidence interval'
 
 
 def in_words(found: Change, title: str = 'AP') -> str:
-    """Format a `difference` in points, and state whether chance alone explains it. title: see Metrics.choosing."""
+    """Format a `difference` in points, and state whether it lies within the confidence interval. title: see Metrics.choosing."""
     return ', '.join(
         f'{text}{in_points(part)} points of {title}, {_how_sure(part)}'
         for text, part in zip(('', 'masks '), boxes_and_masks(found))

@@ -1,4 +1,4 @@
-"""Laws of chance.py: AP of a resample equals upstream's, and what is said follows from it."""
+"""Laws of interval.py: AP of a resample equals upstream's, and what is said follows from it."""
 
 import json
 import re
@@ -13,9 +13,9 @@ from utils.metrics import ap_per_class
 from test_differences import images_of
 from utils.qat.backends.pytorch import TorchModel
 from utils.qat.data.dataset import load_data
-from utils.qat.evaluation import chance
-from utils.qat.evaluation.chance import draw_resamples, resampled_ap, within_chance
+from utils.qat.evaluation import interval
 from utils.qat.evaluation.evaluate import evaluate
+from utils.qat.evaluation.interval import draw_resamples, resampled_ap, within_interval
 from utils.qat.evaluation.metrics import from_json
 from utils.qat.run.report import conclusions
 from utils.qat.run.state import LAST, STATE, Stage
@@ -59,8 +59,8 @@ def test_the_mean_of_the_classes_is_the_whole():
     classes = np.stack(list(by_class.values()))
     assert np.isnan(classes).any() and found == pytest.approx(np.nanmean(classes, 0), abs=1e-12)
     assert found == pytest.approx(resampled_ap(images), abs=0)
-    assert max(chance.chances(ap)[0] for ap in classes) > chance.chances(found)[0] > 0
-    assert chance.chances(found[:1]) == [chance.UNKNOWN]
+    assert max(interval.half_widths(ap)[0] for ap in classes) > interval.half_widths(found)[0] > 0
+    assert interval.half_widths(found[:1]) == [interval.UNKNOWN]
 
 
 @pytest.mark.parametrize('kept', [0, 1])
@@ -71,7 +71,7 @@ def test_without_detections_ap_is_0(kept):
         image if i < kept else (image[0][:0], image[1][:0], image[2][:0], image[3]) for i, image in enumerate(images)
     ]
     found = resampled_ap(images)
-    assert found.shape == (1 + chance.RESAMPLES, 1) and np.isfinite(found).all() and (found.max() > 0) == bool(kept)
+    assert found.shape == (1 + interval.RESAMPLES, 1) and np.isfinite(found).all() and (found.max() > 0) == bool(kept)
     assert found[0, 0] == pytest.approx(upstream(images) if kept else 0, abs=1e-12)
 
 
@@ -138,14 +138,18 @@ def test_a_run_says_what_chance_is_good_for(finished):
     'best, gain, says',
     [
         (0, (0, 0), 'did not help: no epoch scores higher than PTQ, which is delivered.'),
-        (2, (0.001, 0.002), 'against PTQ: +0.10 ± 0.20 points of AP, within chance: whether it helped is not known.'),
-        (2, (0.003, 0.002), 'against PTQ: +0.30 ± 0.20 points of AP, beyond chance.'),
+        (
+            2,
+            (0.001, 0.002),
+            'against PTQ: +0.10 ± 0.20 points of AP, within the confidence interval: whether it helped is not known.',
+        ),
+        (2, (0.003, 0.002), 'against PTQ: +0.30 ± 0.20 points of AP, beyond the confidence interval.'),
     ],
 )
 def test_whether_fine_tuning_helped_is_said(best, gain, says):
     epochs = [Stage(scores(ap=0.4 + 0.2 * (number == best)), epoch=number) for number in (1, 2)]
-    difference, chance = gain[0], gain[1] / 1.96
-    after = np.array([[difference], [difference + chance], [difference - chance]])
+    difference, deviation = gain[0], gain[1] / 1.96
+    after = np.array([[difference], [difference + deviation], [difference - deviation]])
     resampled = {'val': {'PTQ': np.zeros((3, 1)), 'epoch 2': after}}
     assert f'Fine-tuning {says}' in conclusions(state_of(ptq=Stage(scores()), epochs=epochs, resampled=resampled))
 
@@ -159,6 +163,9 @@ def test_no_layer_is_left_in_float_for_a_loss_within_chance(small, tmp_path):
     options = '--epochs 0 --sensitive {f}/sensitive/summary-sensitive-analysis.json --max-drop 0'
     qat('quantize', options, small, tmp_path)
     report, log = json.loads((tmp_path / 'exp/report.json').read_text()), (tmp_path / 'exp/log.txt').read_text()
-    assert within_chance(report['ptq']['against_float']) and report['kept_float'] == []
-    assert 'warning: --max-drop 0.0: less than chance, which is ' in log and 'points on these 12 images' in log
+    assert within_interval(report['ptq']['against_float']) and report['kept_float'] == []
+    assert (
+        'warning: --max-drop 0.0: within the confidence interval, which is ± ' in log
+        and 'points on these 12 images' in log
+    )
     assert log.count('more images (val in --data)') == 1

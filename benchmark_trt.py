@@ -56,8 +56,8 @@ def next_command(models: Sequence[Path], data: Path | None, tasks: Mapping[Path,
         size = ['--imgsz', next(iter(built['inputs'].values()))['opt'][-1]] if built else []
         scored = data or tasks[engines[-1]].placeholder
         return command('val_trt.py', '--engine-file', engines[-1], '--data', scored, *size)
-    if found := next(filter(None, others), None):
-        file = found[-1]
+    if other := next(filter(None, others), None):
+        file = other[-1]
         backend = ['--backend', 'aoti'] * is_package(file)
         return command('val_trt.py', '--weights', file, '--data', data or tasks[file].placeholder, *backend)
     return command('export_qat.py', '--weights', models[-1])

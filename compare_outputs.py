@@ -86,7 +86,7 @@ def compare_images(
         examples.look if examples else None,
         task,
     )
-    return comparisons, examples.found if examples else []
+    return comparisons, examples.kept if examples else []
 
 
 def main(argv: Sequence[str] | None = None) -> None:

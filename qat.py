@@ -175,7 +175,7 @@ def sensitive(config: SensitiveConfig, folder: Path | None) -> None:
     else:
         model, calibration = calibrated(inputs.model, inputs.images.calibration(), config, bar)
     times = {'calibrate': time.perf_counter() - start}
-    found = analyse(
+    measured = analyse(
         model, inputs.model, loader, inputs.images.data.names, config, calibration['biases'] != 'none', bar, times
     )
     times['all'] = time.perf_counter() - start
@@ -189,7 +189,7 @@ def sensitive(config: SensitiveConfig, folder: Path | None) -> None:
         'images': len(loader.dataset),
         'calibration': calibration,
         'times': times,
-        **found,
+        **measured,
     }
     own = {f.name for f in fields(FolderConfig)}
     shared = {name: value for name, value in vars(config).items() if name not in own}
@@ -197,9 +197,9 @@ def sensitive(config: SensitiveConfig, folder: Path | None) -> None:
     following = command('qat.py', 'quantize', *command_words(shared, QuantizeConfig), *options)
     on_first(write_summary)(folder, summary, inputs.task, following)
     LOGGER.info('  '.join(f'{k} {v:.1f} s' for k, v in times.items()))
-    if 'against_float' in found['int8']:
+    if 'against_float' in measured['int8']:
         LOGGER.info(
-            f'all {change_in(summary)} against float: {in_words(found["int8"]["against_float"], inputs.task.metrics.choosing()[1])} on these {summary["images"]} images'
+            f'all {change_in(summary)} against float: {in_words(measured["int8"]["against_float"], inputs.task.metrics.choosing()[1])} on these {summary["images"]} images'
         )
     said = (
         f'{summary["images"]} images {inputs.task.seen_as(config.imgsz, True)}',

@@ -83,9 +83,9 @@ def calibrate(model: Network, forward_loop: Callable[[Network], Any], **settings
 
     config, sample = PtqConfig(**settings), ptq.Sample()
     with exact_convolutions():
-        found = ptq.calibrate(model.eval(), forward_loop, sample, config)
+        how = ptq.calibrate(model.eval(), forward_loop, sample, config)
     model.quant['recipe'] |= {**settings, 'imgsz': list(sample.kept[0].shape[1:])}
-    return found
+    return how
 
 
 def finetune(model: Network, teacher: Network, images: Batches, epochs: int = 10, lr: float = 1e-5) -> list[float]:

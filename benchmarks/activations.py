@@ -81,13 +81,13 @@ def sessions_of(model: Network, images: Any, config: QuantizeConfig, folder: Pat
             f'ONNX Runtime {name}': OnnxRuntime(file, CPU, {}, threads=torch.get_num_threads())
             for name, file in files.items()
         }
-    found = {'FP32': OpenVINO(folder / 'float.onnx', CPU), 'INT8': OpenVINO(folder / 'int8.onnx', CPU)}
-    found |= in_bf16(folder / 'float.onnx', next(iter(images))[:1])
+    sessions = {'FP32': OpenVINO(folder / 'float.onnx', CPU), 'INT8': OpenVINO(folder / 'int8.onnx', CPU)}
+    sessions |= in_bf16(folder / 'float.onnx', next(iter(images))[:1])
     if nncf:
         single = [image for batch in images for image in batch.split(1)]
         files = quantized_by_nncf(model, single, folder, {})
-        found |= {name: OpenVINO(file, CPU) for name, file in files.items()}
-    return {f'OpenVINO {name}': session for name, session in found.items()}
+        sessions |= {name: OpenVINO(file, CPU) for name, file in files.items()}
+    return {f'OpenVINO {name}': session for name, session in sessions.items()}
 
 
 def measure(args: argparse.Namespace, folder: Path) -> dict[str, dict[str, float]]:
@@ -115,8 +115,8 @@ def measure(args: argparse.Namespace, folder: Path) -> dict[str, dict[str, float
                 model = teacher.model
                 if config.exchanges:
                     model = finish_exchange(exchanged(model, activation, chosen_activations(model, config)))
-                found = sessions_of(model, images, config, folder / f'{engine}-{activation}', args.nncf)
-                sessions |= {f'{activation}, {name}': session for name, session in found.items()}
+                of_activation = sessions_of(model, images, config, folder / f'{engine}-{activation}', args.nncf)
+                sessions |= {f'{activation}, {name}': session for name, session in of_activation.items()}
     return time_in_turns(sessions, next(iter(images))[:1], args.rounds)
 
 

@@ -77,11 +77,11 @@ def main(argv: Sequence[str] | None = None) -> None:
             each.invoke()
         kernels = reference.integers()
         for (name, integers), simulated in zip(session.integers().items(), program(images)):
-            scale, zero = session.found[name]['quantization']
+            scale, zero = session.details[name]['quantization']
             for other, values in (('simulation', simulated / scale + zero), ('reference kernels', kernels[name])):
                 steps[other].append((integers.float() - values).round().abs().flatten())
-    for other, found in steps.items():
-        all_steps = torch.cat(found)
+    for other, parts in steps.items():
+        all_steps = torch.cat(parts)
         equal, near = (100 * (all_steps <= most).float().mean().item() for most in (0, 1))
         print(
             f'{layout}, XNNPACK against {other}: {near:.2f} % within one step, {equal:.2f} % equal, most {all_steps.max():.0f}'

@@ -121,14 +121,14 @@ def quantized_by_nncf(
     for name, options in recipes(nncf, head).items():
         times[name] = {}
         with stopwatch(times[name]):
-            found = nncf.quantize(
+            quantized = nncf.quantize(
                 converted.clone(),
                 nncf.Dataset([image.numpy() for image in images]),
                 subset_size=len(images),
                 **options,
             )
         files[name] = folder / f'{len(files)}.xml'
-        openvino.save_model(found, files[name], compress_to_fp16=False)
+        openvino.save_model(quantized, files[name], compress_to_fp16=False)
     return files
 
 

@@ -61,9 +61,9 @@ def section(command: str, known: dict[tuple[str, str], tuple[str, str]]) -> Iter
     kind = COMMANDS[command]
     yield f'## {command}'
     same: dict[str, list[str]] = {}  # command → options
-    for title, found in grouped(kind).items():
+    for title, options in grouped(kind).items():
         items = []
-        for field, option in found:
+        for field, option in options:
             if field.name in kind.HIDDEN:
                 continue
             name = flag(field, option)

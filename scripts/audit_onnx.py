@@ -41,9 +41,9 @@ def in_openvino(file: Path, reasons: dict[str, str], shown: int | None) -> tuple
     inputs = session.signature().inputs
     if any(None in shape[1:] for shape in inputs.values()):
         raise QatError(f'{file}: leaves the image size open; export with a fixed --imgsz for --openvino')
-    found = session.profile({name: tuple(n or 1 for n in shape) for name, shape in inputs.items()})
+    layers = session.profile({name: tuple(n or 1 for n in shape) for name, shape in inputs.items()})
     head = f'{session.notes[0]}; {", ".join(instruction_sets()) or "instruction sets unknown"}'
-    return f'{head}\n{layers_text(found, reasons, shown)}', {'made by': head, **plain_layers(found, reasons)}
+    return f'{head}\n{layers_text(layers, reasons, shown)}', {'made by': head, **plain_layers(layers, reasons)}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -60,11 +60,13 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     model = load(args.model)
     with naming(args.model):
-        target, found = audit_for_target(model)
-    shown, written = None if is_verbose() else SHOWN, {'file': str(args.model), **audit.plain_audit(found)}
-    LOGGER.log(RESULT, f'{args.model}, for {target.title}\n{audit.audit_text(found, shown)}\n')
+        target, findings = audit_for_target(model)
+    shown, written = None if is_verbose() else SHOWN, {'file': str(args.model), **audit.plain_audit(findings)}
+    LOGGER.log(RESULT, f'{args.model}, for {target.title}\n{audit.audit_text(findings, shown)}\n')
     if args.openvino:
-        said, written['openvino'] = in_openvino(args.model, {c.name: c.reason for c in found.convs if c.reason}, shown)
+        said, written['openvino'] = in_openvino(
+            args.model, {c.name: c.reason for c in findings.convs if c.reason}, shown
+        )
         LOGGER.log(RESULT, f'{said}\n')
     if args.json:
         args.json.parent.mkdir(parents=True, exist_ok=True)
@@ -72,7 +74,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     for_cpu = has_zero_points(model) or not can_build()
     behind = ('benchmark_trt.py', args.model, '--device', 'cpu') if for_cpu else ('scripts/build_engine.py', args.model)
     finish(command(*behind), **({'json': args.json} if args.json else {}))
-    return 1 if args.strict and found.findings else 0
+    return 1 if args.strict and findings.findings else 0
 
 
 if __name__ == '__main__':

@@ -95,9 +95,9 @@ def tuning_arguments(config: BuildConfig, plan: Plan, folder: Path) -> list[str]
     if config.tune_build_routes is None:
         return []
     cache = config.engine.with_suffix('.tuning.jsonl')
-    found = [f'--tuneBuildRoutes={config.tune_build_routes}', f'--tuningCacheFile={cache}']
+    arguments = [f'--tuneBuildRoutes={config.tune_build_routes}', f'--tuningCacheFile={cache}']
     if config.accuracy_threshold is None:
-        return found
+        return arguments
 
     import torch
 
@@ -109,8 +109,8 @@ def tuning_arguments(config: BuildConfig, plan: Plan, folder: Path) -> list[str]
     for flag, tensors in (('--loadInputs', inputs), ('--loadRefOutputs', outputs)):
         for name, tensor in tensors.items():
             tensor.numpy().tofile(folder / name)
-        found.append(f'{flag}={",".join(f"{name}:{folder / name}" for name in tensors)}')
-    return [*found, '--accuracyAlgorithm=cos', f'--accuracyThreshold={config.accuracy_threshold:g}']
+        arguments.append(f'{flag}={",".join(f"{name}:{folder / name}" for name in tensors)}')
+    return [*arguments, '--accuracyAlgorithm=cos', f'--accuracyThreshold={config.accuracy_threshold:g}']
 
 
 def build(

@@ -51,7 +51,7 @@ def read_voc(file: Path) -> ElementTree.Element:
 
 def objects(file: Path) -> list[tuple[str, list[float]]]:
     """Read the objects of an XML file that are not difficult: class, and corners in pixels."""
-    found = []
+    boxes = []
     for i, thing in enumerate(read_voc(file).iter('object')):
         name, box = thing.findtext('name', '').strip(), thing.find('bndbox')
         if not name or box is None:
@@ -59,8 +59,8 @@ def objects(file: Path) -> list[tuple[str, list[float]]]:
         with reporting(f'{file}: object {i}: the corners of its bndbox', ValueError, remedy=REMEDY):
             corners = [float(box.findtext(corner, '')) for corner in CORNERS]
         if thing.findtext('difficult', '0').strip() != '1':
-            found.append((name, corners))
-    return found
+            boxes.append((name, corners))
+    return boxes
 
 
 def labels(

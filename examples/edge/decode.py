@@ -31,7 +31,7 @@ def decode(boxes: Any, scores: Any, box_numbers: Any, score_numbers: Any, size: 
     (box_scale, box_zero), (scale, zero) = box_numbers, score_numbers
     kept = np.flatnonzero(scores.max(1) >= np.log(least / (1 - least)) / scale + zero)  # as integers
     kinds = scores[kept].argmax(1)
-    found = 1 / (1 + np.exp((zero - scores[kept, kinds].astype(np.float32)) * scale))
+    scored = 1 / (1 + np.exp((zero - scores[kept, kinds].astype(np.float32)) * scale))
     logits = ((boxes[kept].astype(np.float32) - box_zero) * box_scale).reshape(-1, 4, 16)
     weights = np.exp(logits - logits.max(2, keepdims=True))
     sides = (weights / weights.sum(2, keepdims=True)) @ np.arange(16)  # left, top, right, bottom, in cells
@@ -39,12 +39,12 @@ def decode(boxes: Any, scores: Any, box_numbers: Any, score_numbers: Any, size: 
     cells = np.concatenate([np.stack((x + 0.5, y + 0.5, np.full(x.shape, s)), 1) for s, y, x in grids])[kept]
     xyxy = np.concatenate((cells[:, :2] - sides[:, :2], cells[:, :2] + sides[:, 2:]), 1) * cells[:, 2:]
     areas, chosen = (xyxy[:, 2:] - xyxy[:, :2]).prod(1), list[int]()
-    for i in np.argsort(-found, kind='stable'):  # NMS of each class
+    for i in np.argsort(-scored, kind='stable'):  # NMS of each class
         first, last = np.maximum(xyxy[i, :2], xyxy[chosen, :2]), np.minimum(xyxy[i, 2:], xyxy[chosen, 2:])
         both = (last - first).clip(0).prod(1)
         if not ((both > iou * (areas[i] + areas[chosen] - both)) & (kinds[chosen] == kinds[i])).any():
             chosen.append(i)
-    return xyxy[chosen], found[chosen], kinds[chosen]
+    return xyxy[chosen], scored[chosen], kinds[chosen]
 
 
 if __name__ == '__main__':

@@ -146,11 +146,11 @@ def restore(model: Network, paths: Collection[str]) -> Network:
 
     Raises QatError if no exchange is left.
     """
-    found = exchanges(model)
-    if paths and not found.keys() - set(paths):
+    known = exchanges(model)
+    if paths and not known.keys() - set(paths):
         raise QatError('--activation-only, --keep-float: no activation function is left to exchange; keep less')
-    for path in found.keys() & set(paths):
-        replace_module(model, path, found[path].old)
+    for path in known.keys() & set(paths):
+        replace_module(model, path, known[path].old)
     return model
 
 

@@ -101,10 +101,10 @@ class QuantConv2d(WeightedTwin, nn.Conv2d):
 
 def float_groups(model: Network) -> list[str]:
     """Put float convolutions in the place of quantized ones with groups, in a model. Returns their paths."""
-    found = [(path, m) for path, m in model.named_modules() if isinstance(m, QuantConv2d) and m.groups > 1]
-    for path, conv in found:
+    convs = [(path, m) for path, m in model.named_modules() if isinstance(m, QuantConv2d) and m.groups > 1]
+    for path, conv in convs:
         replace_module(model, path, conv.to_float())
-    return [path for path, _ in found]
+    return [path for path, _ in convs]
 
 
 class QuantResidual(Twin):

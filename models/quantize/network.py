@@ -30,17 +30,17 @@ def layers(model: Network) -> dict[str, nn.Module]:
     """
     if hasattr(model, 'model'):
         return {f'model.{i}': layer for i, layer in enumerate(model.model)}
-    found: dict[str, nn.Module] = {}
+    by_path: dict[str, nn.Module] = {}
 
     def visit(parent: nn.Module, prefix: str) -> None:
         for name, child in parent.named_children():
             if type(child) is nn.Sequential:
                 visit(child, f'{prefix}{name}.')
             else:
-                found[f'{prefix}{name}'] = child
+                by_path[f'{prefix}{name}'] = child
 
     visit(model, '')
-    return found
+    return by_path
 
 
 def head_of(model: Network) -> nn.Module:
@@ -150,13 +150,13 @@ def _matching(paths: Sequence[str], regex: str, flag: str) -> set[str]:
     """Select the paths that `regex`, given with `flag`, matches from their start up to their end or a dot."""
     with reporting(f'{flag} {regex}: no regular expression', re.error):
         pattern = re.compile(f'(?:{regex})(?:\\.|$)')
-    found = {path for path in paths if pattern.match(path)}
-    if not found:
+    matches = {path for path in paths if pattern.match(path)}
+    if not matches:
         raise QatError(
             f'{flag} {regex}: matches no quantized layer; their paths start like {min(paths)}, and '
             'sensitive --granularity conv lists them all'
         )
-    return found
+    return matches
 
 
 def left_out(

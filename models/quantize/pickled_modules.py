@@ -107,8 +107,8 @@ def _require_names(cls: type, names: tuple[Any, ...]) -> None:
     for name in names:
         if type(name) is not str or not name.isidentifier() or name.startswith('__') or name == '_compiled_call_impl':
             raise Refused(f'an attribute of {cls.__name__} has a name that none of ours has; {TRUST}')
-        found = inspect.getattr_static(cls, name, None)
-        if (callable(found) or hasattr(type(found), '__get__')) and name not in ('forward', 'type'):
+        attribute = inspect.getattr_static(cls, name, None)
+        if (callable(attribute) or hasattr(type(attribute), '__get__')) and name not in ('forward', 'type'):
             raise Refused(f'its pickle replaces {name}() of {cls.__name__}; {TRUST}')
 
 
@@ -142,12 +142,12 @@ def _method(module: torch.nn.Module, call: object, owner: Call) -> Any:
         raise Refused(f'its pickle gives a {type(module).__name__} a method that is not its own; {TRUST}')
     of, name = call.arguments
     cls = type(module) if of is owner else _layer_class(of) if type(of) is Name else None
-    found = (
+    method = (
         inspect.getattr_static(cls, name, None) if cls and type(name) is str and name.startswith('forward') else None
     )
-    if not inspect.isfunction(found):
+    if not inspect.isfunction(method):
         raise Refused(f'its pickle takes an attribute of an object, which was not done; {TRUST}')
-    return types.MethodType(found, module) if of is owner else found
+    return types.MethodType(method, module) if of is owner else method
 
 
 def _layer_class(name: Name) -> type[torch.nn.Module]:
@@ -166,15 +166,15 @@ def _layer_class(name: Name) -> type[torch.nn.Module]:
             f'its pickle asks for {name.text[:80]}, and a checkpoint needs only tensors, plain values and layers of PyTorch, of torchvision or '
             f'of this tree (models/), so nothing of it was run; {TRUST}, and if that is a layer of your own, define it in models/'
         )
-    found = _defined(module, cls)
-    if found is None:
+    defined = _defined(module, cls)
+    if defined is None:
         raise Refused(
             f'it has layers {name.text[:80]}, which this YOLOv9 tree lacks; use the one it was trained with, or a full clone of '
             'WongKinYiu/yolov9'
         )
-    if not (isinstance(found, type) and issubclass(found, torch.nn.Module)):
+    if not (isinstance(defined, type) and issubclass(defined, torch.nn.Module)):
         raise Refused(f'its pickle asks for {name.text[:80]}, which is no layer, so nothing of it was run; {TRUST}')
-    return found
+    return defined
 
 
 @cache

@@ -349,13 +349,13 @@ class FixedScales:
 
     def _quantize(self, quantizer: Quantizer, inputs: torch.Tensor) -> torch.Tensor:
         scale, zero_point = self.scales[quantizer]
-        found = None
+        result = None
         if quantizer._axis is None:
             if self.kernels:
-                found = self.kernels.rounded(inputs, scale, zero_point)
+                result = self.kernels.rounded(inputs, scale, zero_point)
             elif inputs.requires_grad and _rounds_slowly(inputs):
-                found = _Rounded.apply(inputs, scale, zero_point)
-        return quantizer._fake_quantize(inputs, scale, zero_point) if found is None else found
+                result = _Rounded.apply(inputs, scale, zero_point)
+        return quantizer._fake_quantize(inputs, scale, zero_point) if result is None else result
 
     def _forward(self, quantizer: Quantizer, inputs: torch.Tensor) -> torch.Tensor:
         if self.rounded is None or quantizer._axis is not None:

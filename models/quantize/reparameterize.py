@@ -219,8 +219,8 @@ def reparameterize(model: Network) -> Network:
     for name, part in parts.items():
         setattr(new_head, name, part)
     new_head.stride, new_head.inplace = old_head.stride.clone(), old_head.inplace
-    found = nn.Sequential(*layers, new_head)
-    shapes = tensor_shapes(found)
+    whole = nn.Sequential(*layers, new_head)
+    shapes = tensor_shapes(whole)
     wrong = sorted(set(wanted) ^ set(shapes)) or [k for k in wanted if wanted[k] != shapes[k]]
     if wrong:
         fused = '.conv.weight', '.conv.bias'
@@ -234,7 +234,7 @@ def reparameterize(model: Network) -> Network:
             f'{len(wrong)} tensors are not as {source} has them, the first is {wrong[0]}: pruned, or fused before it was saved. They are '
             'taken as they are in the file'
         )
-    single = deepcopy(model, {id(model.model): found})  # all else is the model's
+    single = deepcopy(model, {id(model.model): whole})  # all else is the model's
     single.yaml, single.save = content, read
     vars(single).pop('yaml_file', None)  # of the network with two branches
     return single.eval()

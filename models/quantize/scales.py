@@ -96,7 +96,7 @@ class _Signs(TorchFunctionMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self.found: dict[int, torch.Tensor] = {}  # by identity, and kept alive
+        self.never_negative: dict[int, torch.Tensor] = {}  # by identity, and kept alive
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple = (), kwargs: Mapping[str, Any] | None = None
@@ -106,8 +106,8 @@ class _Signs(TorchFunctionMode):
         given = _tensors([*args, *kwargs.values()])
         cut = func in CUT_AT_ZERO or (func is F.hardtanh and kwargs.get('min_val', -1) >= 0)  # which is nn.ReLU6
         keeps = _moves(func, args, kwargs) or func in KEEP_THE_SIGN or (func in TWO_KEEP_THE_SIGN and len(given) == 2)
-        if cut or (keeps and given and all(id(x) in self.found for x in given)):
-            self.found.update((id(x), x) for x in _tensors(result))
+        if cut or (keeps and given and all(id(x) in self.never_negative for x in given)):
+            self.never_negative.update((id(x), x) for x in _tensors(result))
         return result
 
 
@@ -128,7 +128,7 @@ def never_negative(model: Network) -> list[tuple[str, Quantizer]]:
     signs, never = _Signs(), dict[Quantizer, bool]()
 
     def met(quantizer: Quantizer, x: torch.Tensor) -> None:
-        never[quantizer] = never.get(quantizer, True) and id(x) in signs.found
+        never[quantizer] = never.get(quantizer, True) and id(x) in signs.never_negative
 
     _dry_run(model, signs, met)
     return [(name, q) for name, q in named_quantizers(model) if never.get(q)]
@@ -158,20 +158,20 @@ def scale_groups(model: Network) -> list[list[str]]:
 
 def tie_scales(model: Network) -> list[list[str]]:
     """Replace the quantizers of each of `scale_groups` by one, in place: it is calibrated on the inputs of all of them."""
-    found = scale_groups(model)
+    groups = scale_groups(model)
     owners: dict[int, list[tuple[nn.Module, str]]] = {}  # quantizer → its modules, and its name in each
     for path, module in model.named_modules():
         for name, child in module._modules.items():
             if isinstance(child, Quantizer):
                 owners.setdefault(id(child), []).append((module, name))
     by_path = dict(named_quantizers(model))
-    for group in found:
+    for group in groups:
         shared = by_path[group[0]]
         shared.shifts = all(by_path[path].shifts for path in group)
         for path in group[1:]:
             for module, name in owners[id(by_path[path])]:
                 module._modules[name] = shared
-    return found
+    return groups
 
 
 def shared_scales(model: Network) -> list[list[str]]:

@@ -175,11 +175,11 @@ class Format(ABC):
 
 def with_sources(formats: Sequence[Format]) -> list[Format]:
     """List formats and their sources, each after its source."""
-    found: dict[str, Format] = {}
+    by_name: dict[str, Format] = {}
     for wanted in formats:
         before = with_sources([wanted.source]) if wanted.source else []
-        found |= {each.name: each for each in (*before, wanted)}
-    return list(found.values())
+        by_name |= {each.name: each for each in (*before, wanted)}
+    return list(by_name.values())
 
 
 def size_of(*files: Path) -> str:

@@ -54,7 +54,7 @@ def torch_nms(predictions: Iterable[torch.Tensor], nms: Nms, nm: int = 0) -> lis
     Returns:
         Rows [n, 6 + nm] per image: see detections.Detections, and the mask coefficients behind them.
     """
-    found = []
+    detections = []
     for p in predictions:
         boxes, scores, coefficients = p.T.split((4, len(p) - 4 - nm, nm), 1)
         boxes = xywh2xyxy(boxes)
@@ -71,8 +71,8 @@ def torch_nms(predictions: Iterable[torch.Tensor], nms: Nms, nm: int = 0) -> lis
         places = places[scores.flatten()[places].sort(descending=True, stable=True).indices[: nms.topk_all]]
         box = places // scores.shape[1]
         label = best[box, 0] if nms.class_agnostic else places % scores.shape[1]
-        found.append(torch.cat((boxes[box], scores.flatten()[places, None], label[:, None], coefficients[box]), 1))
-    return found
+        detections.append(torch.cat((boxes[box], scores.flatten()[places, None], label[:, None], coefficients[box]), 1))
+    return detections
 
 
 def torch_masks(rows: Iterable[torch.Tensor], prototypes: torch.Tensor, pooling: Pooling) -> list[torch.Tensor]:
@@ -80,15 +80,15 @@ def torch_masks(rows: Iterable[torch.Tensor], prototypes: torch.Tensor, pooling:
 
     `prototypes` are [B, nm, h, w]; R is pooling.mask_resolution.
     """
-    found = []
+    masks = []
     for each, p in zip(rows, prototypes):
         maps = (each[:, 6:] @ p.flatten(1)).view(-1, 1, *p.shape[1:])
         boxes = torch.cat((torch.arange(len(each), device=each.device)[:, None], each[:, :4]), 1)
         cut = roi_align(
             maps, boxes, pooling.mask_resolution, pooling.pooler_scale, pooling.sampling_ratio, aligned=True
         )
-        found.append(cut.sigmoid().flatten(1))
-    return found
+        masks.append(cut.sigmoid().flatten(1))
+    return masks
 
 
 def torch_detections(outputs: Any, shape: tuple[int, int], nms: Nms, pooling: Pooling) -> list[Detections]:
@@ -97,13 +97,13 @@ def torch_detections(outputs: Any, shape: tuple[int, int], nms: Nms, pooling: Po
     shape: height and width of the images.
     """
     predictions, *prototypes = outputs if isinstance(outputs, tuple) else (outputs,)
-    found = torch_nms(predictions, nms, sum(p.shape[1] for p in prototypes))
+    detections = torch_nms(predictions, nms, sum(p.shape[1] for p in prototypes))
     if not prototypes:
-        return [Detections(rows) for rows in found]
+        return [Detections(rows) for rows in detections]
     sides = (pooling.mask_resolution,) * 2
     return [
         Detections(rows[:, :6], BoxMasks(masks.unflatten(1, sides), rows[:, :4], shape))
-        for rows, masks in zip(found, torch_masks(found, prototypes[0], pooling))
+        for rows, masks in zip(detections, torch_masks(detections, prototypes[0], pooling))
     ]
 
 
@@ -131,8 +131,8 @@ def export_end2end(source: Path, path: Path, nms: Nms, pooling: Pooling = Poolin
         part = nms_part(model, [o.name for o in outputs])
         batch, _, *imgsz = shape_of(given)
         made = made_predictions(nms, max(imgsz), *map(shape_of, outputs))
-        found = run_graph(part, dict(zip((o.name for o in outputs), made)))
-        require_detections(found, made, nms, pooling, 'ONNX Runtime')
+        computed = run_graph(part, dict(zip((o.name for o in outputs), made)))
+        require_detections(computed, made, nms, pooling, 'ONNX Runtime')
         whole = onnx.ModelProto()
         whole.CopyFrom(model)
         whole.graph.output.extend(outputs)
@@ -179,15 +179,15 @@ def require_detections(
     predictions, *prototypes = made
     rows = torch_nms(predictions, nms, sum(p.shape[1] for p in prototypes))
     for number, boxes, scores, classes, wanted in zip(*outputs[:4], rows):
-        found = torch.cat((boxes, scores[:, None], classes[:, None]), 1)
-        if not torch.equal(found[:number], wanted[:, :6]) or found[number:].any():
+        returned = torch.cat((boxes, scores[:, None], classes[:, None]), 1)
+        if not torch.equal(returned[:number], wanted[:, :6]) or returned[number:].any():
             raise QatError(
                 f'NMS in {engine} finds {number.item()} detections, torchvision {len(wanted)}, and they are not the same; '
                 'please report this model. No file was written'
             )
     for p in prototypes:
-        for number, found, wanted in zip(outputs[0], outputs[4], torch_masks(rows, p, pooling)):
-            if not torch.allclose(found[:number], wanted, rtol=0, atol=MASK_TOLERANCE) or found[number:].any():
+        for number, masks, wanted in zip(outputs[0], outputs[4], torch_masks(rows, p, pooling)):
+            if not torch.allclose(masks[:number], wanted, rtol=0, atol=MASK_TOLERANCE) or masks[number:].any():
                 raise QatError(
                     f'masks in {engine} are not those of torchvision; please report this model. No file was written'
                 )
@@ -205,8 +205,8 @@ def export_class_ends(source: Path, path: Path) -> None:
     [logits] = run_graph(model, {given.name: normalized(images)})
     passes.set_metadata(add_class_ends(model, MEAN, STD), normalizes=True)
     onnx.checker.check_model(model, full_check=True)
-    [found] = run_graph(model, {given.name: images})
-    if not torch.allclose(found, logits.softmax(1), rtol=0, atol=PROBABILITY_TOLERANCE):
+    [computed] = run_graph(model, {given.name: images})
+    if not torch.allclose(computed, logits.softmax(1), rtol=0, atol=PROBABILITY_TOLERANCE):
         raise QatError(
             'ONNX Runtime finds other probabilities with the normalization inside; please report this model. No file was written'
         )

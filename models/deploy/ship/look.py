@@ -73,5 +73,5 @@ def _digest(weights: str, files: list[str]) -> str:
     known = [
         (file, os.path.exists(file) and os.stat(file)[6:9:2]) for file in files
     ]  # size, and time of the last change
-    found = repr((weights, patched.read_text() if patched.is_file() else '', known))
-    return hashlib.sha256(found.encode(errors='surrogateescape')).hexdigest()
+    content = repr((weights, patched.read_text() if patched.is_file() else '', known))
+    return hashlib.sha256(content.encode(errors='surrogateescape')).hexdigest()

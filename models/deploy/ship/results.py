@@ -51,9 +51,9 @@ class Results:
         gain = next(int8_gains(self.rows), None)
         if not gain:
             raise QatError(f'{plan.target.title}: not both files were measured: {"; ".join(speed["left_out"])}')
-        found, (self.key, self.title) = self.file['against_reference'], self.float.choosing()
-        worst = min(boxes_and_masks(found), key=lambda part: part['difference'])
-        metric = 'mask ' * (worst is not found) + self.title
+        against, (self.key, self.title) = self.file['against_reference'], self.float.choosing()
+        worst = min(boxes_and_masks(against), key=lambda part: part['difference'])
+        metric = 'mask ' * (worst is not against) + self.title
         self.outcome = Outcome(gain, metric, worst)
         by_precision = {row['precision']: row for row in self.rows}
         self.of_int8, self.of_float = by_precision['int8'], by_precision[gain.precision.lower()]
@@ -118,13 +118,13 @@ def ways(plan: Plan, file: Path, checkpoint: Path) -> list[str]:
     return [*lines, *(line.format(**facts) for line in plan.target.clients)]
 
 
-def conclude(plan: Plan, runner: Runner, found: Results, reasons: dict[str, str], tried: list[str]) -> None:
+def conclude(plan: Plan, runner: Runner, results: Results, reasons: dict[str, str], tried: list[str]) -> None:
     """Write ship.json and the page, and say the verdict. tried: what else was measured, in words."""
-    config, folder, outcome, done = plan.config, plan.folder, found.outcome, runner.done
-    file, row = (plan.float_file, found.of_float) if reasons else (plan.int8_file(found.run), found.of_int8)
-    said = sentence(outcome, reasons, file, found.of_int8['size_bytes'], found.of_float['size_bytes'])
-    advice, commands, models = found.advice(reasons), [step.command for step in done], found.models()
-    difference, half_width = outcome.found['difference'], outcome.found['chance']
+    config, folder, outcome, done = plan.config, plan.folder, results.outcome, runner.done
+    file, row = (plan.float_file, results.of_float) if reasons else (plan.int8_file(results.run), results.of_int8)
+    said = sentence(outcome, reasons, file, results.of_int8['size_bytes'], results.of_float['size_bytes'])
+    advice, commands, models = results.advice(reasons), [step.command for step in done], results.models()
+    difference, half_width = outcome.against_float['difference'], outcome.against_float['chance']
     about = {
         'verdict': 'float' if reasons else 'int8',
         'file': file,
@@ -132,8 +132,8 @@ def conclude(plan: Plan, runner: Runner, found: Results, reasons: dict[str, str]
         'engine': plan.target.name,
         'speedup': outcome.gain.times,
         'against': outcome.gain.precision,
-        'ap': getattr(found.in_engine, found.key),
-        'float_ap': getattr(found.float, found.key),
+        'ap': getattr(results.in_engine, results.key),
+        'float_ap': getattr(results.float, results.key),
         'ap_difference': difference,
         'interval': None if half_width == UNKNOWN else (difference - half_width, difference + half_width),
         'reasons': [*reasons.values()],
@@ -143,26 +143,26 @@ def conclude(plan: Plan, runner: Runner, found: Results, reasons: dict[str, str]
         'seconds': {step.name: runner.seconds(step) for step in done},
         'expected_seconds': {step.name: round(step.whole(), 1) for step in done},
         'settings': config.plain(),
-        'machine': found.machine,
-        'versions': found.report['versions'],
+        'machine': results.machine,
+        'versions': results.report['versions'],
     }
     write_json(folder / 'ship.json', about)
-    scores = {'float': found.float, 'INT8': found.in_engine}
+    scores = {'float': results.float, 'INT8': results.in_engine}
     plot_classes(folder / 'classes.png', scores)
-    examples = sorted((folder / f'{found.run}-outputs').glob('example_*.png'))
+    examples = sorted((folder / f'{results.run}-outputs').glob('example_*.png'))
     parts = [
         f'**{escaped(said)}**',
         *map(escaped, (*tried, *advice)),
         models,
-        *map(escaped, found.seen()),
-        f'## {found.title} of each class',
+        *map(escaped, results.seen()),
+        f'## {results.title} of each class',
         interval_table(scores),
         image('The same as bars with their intervals', 'classes.png'),
         *[f'## The {len(examples)} images that differ most'] * bool(examples),
         *[image('float, INT8 in PyTorch and INT8 in the engine', each.relative_to(folder)) for each in examples],
         '## How to run it',
-        code(*ways(plan, file, config.weights if reasons else folder / found.run / DELIVERED)),
-        *fold('What was decided, and why', found.decisions()),
+        code(*ways(plan, file, config.weights if reasons else folder / results.run / DELIVERED)),
+        *fold('What was decided, and why', results.decisions()),
         *fold('The commands that this run equals', code(*commands)),
     ]
     write_page(folder / 'ship', f'{config.weights.name} for {plan.target.title}', parts)

@@ -35,18 +35,18 @@ def work(plan: Plan, runner: Runner) -> None:
     if nothing := finds_nothing(from_json(read(scored.result))):
         raise QatError(f'--weights {config.weights}, --data {config.data}: the float model {nothing}')
     runner.run(rest)
-    found, chip = Results(plan, ALL), plan.target.integers
+    results, chip = Results(plan, ALL), plan.target.integers
     least, tried = (0.0, [NO_CHIP.format(plan.shown.title)]) if chip else (config.min_speedup, [])
-    reasons = against_int8(found.outcome, config.max_drop, least)
+    reasons = against_int8(results.outcome, config.max_drop, least)
     if [*reasons] == ['accuracy'] and not chip:
-        tried = [f'With all blocks in INT8 it is {found.outcome.speed}, and changes {found.outcome.cost}.']
+        tried = [f'With all blocks in INT8 it is {results.outcome.speed}, and changes {results.outcome.cost}.']
         LOGGER.info(f'{reasons["accuracy"]}: blocks return to float')
         sensitive = plan.sensitive()
         runner.ahead = [sensitive, *plan.quantized(PARTLY, sensitive=sensitive.result, max_drop=config.max_drop)]
         runner.run([*runner.ahead])
-        found = Results(plan, PARTLY)
-        reasons = against_int8(found.outcome, config.max_drop, least)
-    conclude(plan, runner, found, reasons, tried)
+        results = Results(plan, PARTLY)
+        reasons = against_int8(results.outcome, config.max_drop, least)
+    conclude(plan, runner, results, reasons, tried)
 
 
 def ship(config: ShipConfig) -> int:

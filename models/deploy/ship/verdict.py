@@ -20,7 +20,7 @@ class Outcome(NamedTuple):
 
     gain: Gain
     metric: str  # AP or top-1
-    found: Part  # INT8 minus float, of boxes and masks the lower
+    against_float: Part  # INT8 minus float, of boxes and masks the lower
 
     @property
     def speed(self) -> str:
@@ -30,31 +30,31 @@ class Outcome(NamedTuple):
     @property
     def cost(self) -> str:
         """The difference in words."""
-        return f'{self.metric} by {in_points(self.found)} points'
+        return f'{self.metric} by {in_points(self.against_float)} points'
 
 
-def against_int8(found: Outcome, max_drop: float, min_speedup: float) -> dict[str, str]:
+def against_int8(outcome: Outcome, max_drop: float, min_speedup: float) -> dict[str, str]:
     """Return why INT8 is not shipped: 'speed' and 'accuracy' → reason; empty if it is. max_drop is in points."""
     reasons = {}
-    if not found.gain.times >= min_speedup:  # NaN is no gain either
-        reasons['speed'] = f'it is {found.speed}, and --min-speedup is {min_speedup:g}'
-    if not round(-100 * found.found['difference'], 6) <= max_drop:
-        reasons['accuracy'] = f'it changes {found.cost}, and --max-drop is {max_drop:g}'
+    if not outcome.gain.times >= min_speedup:  # NaN is no gain either
+        reasons['speed'] = f'it is {outcome.speed}, and --min-speedup is {min_speedup:g}'
+    if not round(-100 * outcome.against_float['difference'], 6) <= max_drop:
+        reasons['accuracy'] = f'it changes {outcome.cost}, and --max-drop is {max_drop:g}'
     return reasons
 
 
-def sentence(found: Outcome, reasons: dict[str, str], file: object, size: float, float_size: float) -> str:
+def sentence(outcome: Outcome, reasons: dict[str, str], file: object, size: float, float_size: float) -> str:
     """State the verdict. size, float_size: bytes of the INT8 file and the float file."""
     int8, whole, changes = (
         f'{size / 1e6:.1f} MB',
         f'{float_size / 1e6:.1f} MB',
-        f'It changes {found.cost}',
+        f'It changes {outcome.cost}',
     )
     if not reasons:
-        said = f'Ship {file}: in {found.gain.backend} INT8 is {found.speed}, the fastest float precision here.'
+        said = f'Ship {file}: in {outcome.gain.backend} INT8 is {outcome.speed}, the fastest float precision here.'
         return f'{said} {changes} and has {int8}, the float file {whole}.'
-    said = f'Ship the float file, {file} ({whole}), in {found.gain.precision}: in {found.gain.backend} INT8 ({int8}) does not pay, because'
-    rest = f' {changes}.' * ('accuracy' not in reasons) + f' It is {found.speed}.' * ('speed' not in reasons)
+    said = f'Ship the float file, {file} ({whole}), in {outcome.gain.precision}: in {outcome.gain.backend} INT8 ({int8}) does not pay, because'
+    rest = f' {changes}.' * ('accuracy' not in reasons) + f' It is {outcome.speed}.' * ('speed' not in reasons)
     return f'{said} {"; and ".join(reasons.values())}.{rest}'
 
 

@@ -129,7 +129,7 @@ class FormMetrics:
     def result(self) -> dict[str, Any]:
         """Compute the figures, as plain values, over all processes of a torchrun."""
         total, weight, *sums = all_reduce(self.sums.clone())
-        found: dict[str, Any] = {
+        figures: dict[str, Any] = {
             'divergence': (total / weight).item(),
             'sqnr': decibels(torch.stack(sums).view(-1, 2), self.predict.task.parts),
         }
@@ -137,8 +137,8 @@ class FormMetrics:
             self.scorer.batches = merged(self.scorer.batches)
             metrics = from_first(self.scorer.metrics(resample=True) if is_first() else None)
             self.resampled, plain = metrics.resampled, metrics.to_json()
-            found.update({k: plain[k] for k in (*metrics.columns, 'mask') if k in plain})
-        return found
+            figures.update({k: plain[k] for k in (*metrics.columns, 'mask') if k in plain})
+        return figures
 
 
 @torch.no_grad()
@@ -184,10 +184,12 @@ def measure_units(
                 metrics_of[unit, way].add(output, wanted, truth)
                 forms.set_form(others, twins)
     forms.set_form(FLOAT)
-    found = {key: metrics.result() for key, metrics in metrics_of.items()}
+    figures = {key: metrics.result() for key, metrics in metrics_of.items()}
     if scoring:
         resampled = {key: metrics.resampled for key, metrics in metrics_of.items() if metrics.scorer}
-        found['int8']['against_float'] = difference(resampled['float'], resampled['int8'])
+        figures['int8']['against_float'] = difference(resampled['float'], resampled['int8'])
         for unit in units:
-            found[unit, 'without']['against_int8'] = difference_of_merit(resampled['int8'], resampled[unit, 'without'])
-    return found
+            figures[unit, 'without']['against_int8'] = difference_of_merit(
+                resampled['int8'], resampled[unit, 'without']
+            )
+    return figures

@@ -67,22 +67,22 @@ class DivergenceEstimate:
         """
         generator = torch.Generator().manual_seed(hash((self.seed, number)) % 2**63)
         for part in images.split(AT_ONCE):
-            found = {path: torch.zeros(len(part), dtype=torch.float64, device=part.device) for path in self.twins}
-            with self._places(found), quantizers_off(self.model):
+            changes = {path: torch.zeros(len(part), dtype=torch.float64, device=part.device) for path in self.twins}
+            with self._places(changes), quantizers_off(self.model):
                 self.weight += backward_from_probe(self.model, part, generator)
             of_units = torch.stack(
-                [added(found[path] for path in twins) for twins in self.units.values()]
+                [added(changes[path] for path in twins) for twins in self.units.values()]
             )  # [units, B]
             self.sums += torch.stack((of_units, of_units.sum(0) - of_units)).square().sum(2)
             self.images += len(part)
 
     @contextlib.contextmanager
-    def _places(self, found: dict[str, torch.Tensor]) -> Iterator[None]:
-        """Context in which the backward pass adds v · J δ of each twin's rounding to `found` ([B] by path)."""
+    def _places(self, changes: dict[str, torch.Tensor]) -> Iterator[None]:
+        """Context in which the backward pass adds v · J δ of each twin's rounding to `changes` ([B] by path)."""
 
         def note(path: str, tensor: torch.Tensor, error: torch.Tensor) -> None:
             def add(gradient: torch.Tensor) -> None:
-                found[path] += (gradient * error).flatten(1).sum(1, dtype=torch.float64)
+                changes[path] += (gradient * error).flatten(1).sum(1, dtype=torch.float64)
 
             tensor.register_hook(add)
 
@@ -172,13 +172,13 @@ def unit_costs(model: Network, units: Mapping[str, Sequence[str]], imgsz: Sequen
 
 def _ranges(model: Network, twins: Iterable[str]) -> dict[str, float | list[float]]:
     """Collect the amax of each quantizer by path; for weights the smallest and the largest of the channels."""
-    found: dict[str, float | list[float]] = {}
+    ranges: dict[str, float | list[float]] = {}
     for path in twins:
         twin = model.get_submodule(path)
         for name in getattr(twin, 'quantizer_names', ()):
             amax = getattr(twin, name)._amax
-            found[f'{path}.{name}'] = amax.item() if amax.dim() == 0 else [amax.min().item(), amax.max().item()]
-    return found
+            ranges[f'{path}.{name}'] = amax.item() if amax.dim() == 0 else [amax.min().item(), amax.max().item()]
+    return ranges
 
 
 def analyse(

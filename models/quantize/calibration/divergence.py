@@ -55,8 +55,8 @@ class ClassScores:
 
     def divergence_sums(self, wanted: Any, bins: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
         """Compute the Kullback-Leibler divergence from `wanted`, and the weight of each image, 1: FP64 [B]."""
-        found = divergence(self.logits, wanted.logits)
-        return found, torch.ones_like(found)
+        apart = divergence(self.logits, wanted.logits)
+        return apart, torch.ones_like(apart)
 
     def probe(self, bins: int, draw: Draw) -> tuple[list[torch.Tensor], list[torch.Tensor], torch.Tensor]:
         """Draw a random v whose covariance is the Fisher information of the logits; see HeadOutputs.probe."""

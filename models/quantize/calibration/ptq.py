@@ -111,10 +111,10 @@ def race(
     for name in progress(left, 'comparing the best', unit='calibrations'):
         logs, weights = map(torch.cat, zip(first[name], measure(name, parts[1])))
         whole[name] = logs, weights
-    found = {name: typical(*measured) for name, measured in whole.items()}
+    typicals = {name: typical(*measured) for name, measured in whole.items()}
     for name in first.keys() - whole.keys():
-        found[name] = found[leader] * float((first[name][0] - first[leader][0]).mean().exp())
-    return {name: found[name] for name in names}
+        typicals[name] = typicals[leader] * float((first[name][0] - first[leader][0]).mean().exp())
+    return {name: typicals[name] for name in names}
 
 
 def ranges_by(
@@ -182,11 +182,11 @@ def choose_calibration(
         if config.bias_correction:
             set_calibration(method)
             tried[method + CORRECTED] = method, ranges, own_shifts(model, fitting)
-    found = race(list(tried), parts, measure, progress) if known else {}
-    best = from_first(min(found, key=found.__getitem__)) if known else [*tried][-1]
+    divergences = race(list(tried), parts, measure, progress) if known else {}
+    best = from_first(min(divergences, key=divergences.__getitem__)) if known else [*tried][-1]
     set_calibration(best)
     method, _, shifts = tried[best]
-    return found, method, bool(shifts), raised_ranges(model)
+    return divergences, method, bool(shifts), raised_ranges(model)
 
 
 def prepare(model: Network, config: PtqConfig, keep_float: Sequence[str] = ()) -> tuple[Conversion, list[list[str]]]:
@@ -231,24 +231,24 @@ def calibrate(
     with removed_after([model.register_forward_pre_hook(sample)]):
         histograms = collect_histograms(model, forward_loop)
     require_values(histograms)  # before the sample is asked for images that it may not have
-    found, method, corrected, raised = choose_calibration(model, histograms, sample.batches(), config, progress)
+    divergences, method, corrected, raised = choose_calibration(model, histograms, sample.batches(), config, progress)
     for layer, channels in raised.items():
         LOGGER.warning(f'{layer}: {channels} range(s) raised to the smallest that an FP16 scale covers')
-    outputs = task_of(model).found
-    compared = ', '.join(f'{name} {value:.4f}' for name, value in found.items())
-    closest = f': the closest to float of {len(found)} calibrations' if len(found) > 1 else ''
+    outputs = task_of(model).results
+    compared = ', '.join(f'{name} {value:.4f}' for name, value in divergences.items())
+    closest = f': the closest to float of {len(divergences)} calibrations' if len(divergences) > 1 else ''
     LOGGER.info(
         f'calibrated on {sample.count} images, ranges by {method}, '
         f'{"biases corrected" if corrected else "no bias corrected"}{closest}'
     )
     LOGGER.debug(f'divergence of the {outputs}: {compared or "not measured"}')
-    divergence = found.get(method + CORRECTED * corrected, 0)
+    divergence = divergences.get(method + CORRECTED * corrected, 0)
     if not divergence < UNUSABLE:
         LOGGER.warning(
             f'--calib-method {config.calib_method}: the {outputs} are far from those of the float model (divergence {divergence:.2f}, '
             f'{UNUSABLE} and more is unusable); use auto, other images (train: in --data), or more (--calib-images)'
         )
-    return {'method': method, 'biases': 'all' if corrected else 'none', 'divergence': found}
+    return {'method': method, 'biases': 'all' if corrected else 'none', 'divergence': divergences}
 
 
 def calibrated(

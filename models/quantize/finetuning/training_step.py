@@ -91,8 +91,8 @@ def box_divergence(outputs: Any, wanted: Any, bins: int) -> torch.Tensor:
     """
     sums = []
     for ours, theirs in zip(output_parts(outputs)[0], output_parts(wanted)[0]):
-        found, weights = divergence_of_sides(split_map(ours.float(), bins)[0], *split_map(theirs.float(), bins))
-        sums.append(torch.stack((found.sum(), weights.sum())))
+        apart, weights = divergence_of_sides(split_map(ours.float(), bins)[0], *split_map(theirs.float(), bins))
+        sums.append(torch.stack((apart.sum(), weights.sum())))
     total, weight = torch.stack(sums).sum(0)
     return total / (all_reduce(weight.detach().clone()) / world_size()).clamp(min=1e-12)
 

@@ -192,5 +192,5 @@ def works_on(device: torch.device) -> bool:
     """Tell whether the kernels compile on this machine and compute there as PyTorch's operator does."""
     x = torch.linspace(-2, 2, 4096, device=device)
     wanted = torch.fake_quantize_per_tensor_affine(x, 0.01, 3, -128, 127)
-    found = rounded(x, torch.tensor(0.01).item(), 3)
-    return found is not None and torch.equal(found, wanted)
+    result = rounded(x, torch.tensor(0.01).item(), 3)
+    return result is not None and torch.equal(result, wanted)

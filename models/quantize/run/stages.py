@@ -93,8 +93,8 @@ def calibrate(run: Run, reference: Network, images: Images) -> None:
     config, kept, state, start = run.config, run.float_blocks, run.state, time.perf_counter()
 
     def attempt(tried: Kept) -> tuple[float, tuple[Network, dict[str, Any]]]:
-        model, found = calibrated(reference, images, config, bar, tried.paths)
-        return points_lost_by(run, model, config.max_drop, tried is run.float_blocks), (model, found)
+        model, how = calibrated(reference, images, config, bar, tried.paths)
+        return points_lost_by(run, model, config.max_drop, tried is run.float_blocks), (model, how)
 
     if kept.summary and config.max_drop is not None:
         kept, (model, state.calibration) = within_budget(kept, config.max_drop, attempt)

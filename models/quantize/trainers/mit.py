@@ -38,7 +38,7 @@ class Mit(Trainer):
     @override
     def weights(self, archive: Archive) -> Weights:
         records, values, tensors = _model_in(archive.content), Values(archive.members), {}
-        head = min(int(found[1]) for name in records if (found := HEAD.fullmatch(name)))
+        head = min(int(match[1]) for name in records if (match := HEAD.fullmatch(name)))
         for name, record in records.items():
             if int(name.partition('.')[0]) <= head and not REPEATED.search(name):
                 for theirs, ours in RENAMED:
@@ -54,13 +54,13 @@ def _model_in(content: object) -> dict[str, Any]:
     state = content.get('state_dict', content) if type(content) is dict else content
     items = state.items if type(state) is Call else state.items() if type(state) is dict else ()
     for prefix in MODELS:
-        found = {
+        tensors = {
             key.removeprefix(prefix): record
             for key, record in items
             if type(key) is str and re.match(rf'{prefix}\d+\.', key)
         }
-        if any(map(HEAD.fullmatch, found)):
-            return found
+        if any(map(HEAD.fullmatch, tensors)):
+            return tensors
     return {}
 
 

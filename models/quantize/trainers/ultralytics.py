@@ -29,14 +29,14 @@ class ModuleTensors(Values):
         if not record.new or type(record.state) is not dict:
             return super().other(record)
         parameters, buffers, modules = (self._parts(record, part) for part in ('_parameters', '_buffers', '_modules'))
-        found = {**parameters, **buffers}
+        tensors = {**parameters, **buffers}
         for name, inner in modules.items():
             if type(inner) is not dict:
                 raise Refused('it has a module whose parts are damaged')
-            found |= {f'{name}.{key}': tensor for key, tensor in inner.items()}
-        if not all(type(name) is str and isinstance(tensor, torch.Tensor) for name, tensor in found.items()):
+            tensors |= {f'{name}.{key}': tensor for key, tensor in inner.items()}
+        if not all(type(name) is str and isinstance(tensor, torch.Tensor) for name, tensor in tensors.items()):
             raise Refused('it has a module whose parts are damaged')
-        return found
+        return tensors
 
     def _parts(self, record: Call, kind: str) -> dict[str, Any]:
         """Build the parts of a kind that a module has; None stands for a part that it lacks."""

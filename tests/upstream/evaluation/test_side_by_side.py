@@ -78,15 +78,15 @@ def test_examples_are_those_that_differ_most_and_as_the_image_was():
     others = FIRST, CASES['moved'][0], CASES['none'][0], FIRST  # differences 0, 2.1, 3.0, 0
     for i, other in enumerate(others):
         examples.look(torch.full((3, 2, 2), float(i) - 2), f'{i}.jpg', [FIRST, other])
-    assert [e.path for e in examples.found] == ['2.jpg', '1.jpg']
-    assert [e.difference for e in examples.found] == pytest.approx([3.0, 2.1])
-    assert [np.unique(e.image).tolist() for e in examples.found] == [[128], [64]]
-    assert '| 1 ' in example_table(examples.found[0], ['a', 'b'])
+    assert [e.path for e in examples.kept] == ['2.jpg', '1.jpg']
+    assert [e.difference for e in examples.kept] == pytest.approx([3.0, 2.1])
+    assert [np.unique(e.image).tolist() for e in examples.kept] == [[128], [64]]
+    assert '| 1 ' in example_table(examples.kept[0], ['a', 'b'])
     other_class = Example(np.zeros((1, 1, 3), np.uint8), '', detection_lines([FIRST[:1], CASES['class'][0]], NAMES, 1))
     assert other_class.difference == pytest.approx(0.9 + 0.5)
     none = Examples(0, load_task('detect'), data, 4)
     none.look(torch.zeros(3, 2, 2), '0.jpg', [FIRST, FIRST])
-    assert not none.found
+    assert not none.kept
 
 
 def test_several_models_are_compared_as_pairs_are(small, exports, tmp_path):

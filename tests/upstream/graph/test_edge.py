@@ -216,9 +216,9 @@ def values_in(file, images):
     session.run({'images': images})
     found = {}
     for name, integers in session.integers().items():
-        step, zero = session.found[name]['quantization']
+        step, zero = session.details[name]['quantization']
         ends = step * (-128 - zero), step * (127 - zero)
-        found[name] = values_of(integers.numpy(), session.found[name]), step, ends
+        found[name] = values_of(integers.numpy(), session.details[name]), step, ends
     return found
 
 

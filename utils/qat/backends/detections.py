@@ -89,12 +89,12 @@ def detect(
         return outputs
     predictions, prototypes = outputs if isinstance(outputs, tuple) else (outputs, None)
     coefficients = 0 if prototypes is None else prototypes.shape[1]
-    found = []
+    detections = []
     # Image by image: upstream's NMS gives up on the rest of a batch when a time limit is over.
     for i, p in enumerate(predictions):
         (rows,) = non_max_suppression(
             p[None], conf_thres, iou_thres, multi_label=True, max_det=max_det, nm=coefficients
         )
         masks = None if prototypes is None else PrototypeMasks(rows[:, 6:], prototypes[i], rows[:, :4], shape)
-        found.append(Detections(rows[:, :6], masks))
-    return found
+        detections.append(Detections(rows[:, :6], masks))
+    return detections

@@ -137,8 +137,8 @@ class FileModel:
         parts = []
         for part in images.split(largest):
             padding = part.new_zeros(max(0, smallest - len(part)), *part.shape[1:])
-            found = self.session.run({self.input_name: torch.cat((part, padding))})
-            parts.append({name: out[: len(part)].clone() for name, out in found.items()})  # a session reuses buffers
+            computed = self.session.run({self.input_name: torch.cat((part, padding))})
+            parts.append({name: out[: len(part)].clone() for name, out in computed.items()})  # a session reuses buffers
         outputs = {name: torch.cat([p[name] for p in parts]) for name in parts[0]}
         if self.end2end:
             return self._detections(outputs, images.shape[2:])
@@ -151,7 +151,7 @@ class FileModel:
         """Read the detections of each image from the outputs of NMS."""
         number, boxes, scores, classes = (outputs[name] for name in END2END)
         rows = torch.cat((boxes.float(), scores.float()[..., None], classes.float()[..., None]), 2)
-        found = []
+        detections = []
         for i, n in enumerate(number.flatten().int().tolist()):
             masks = None
             if MASKS in outputs:
@@ -159,5 +159,5 @@ class FileModel:
                 masks = BoxMasks(
                     outputs[MASKS][i, :n].float().unflatten(1, (side, side)), rows[i, :n, :4], tuple(shape)
                 )
-            found.append(Detections(rows[i, :n], masks))
-        return found
+            detections.append(Detections(rows[i, :n], masks))
+        return detections

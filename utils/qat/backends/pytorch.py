@@ -37,8 +37,8 @@ def sides_in(recipe: dict[str, Any] | None) -> Sides | None:
 
     It has two numbers, or one in files of earlier versions.
     """
-    found = (recipe or {}).get('imgsz')
-    sides = found if isinstance(found, (list, tuple)) else (found, found)
+    imgsz = (recipe or {}).get('imgsz')
+    sides = imgsz if isinstance(imgsz, (list, tuple)) else (imgsz, imgsz)
     return (
         (sides[0], sides[1]) if len(sides) == 2 and all(type(n) is int and 32 <= n <= LARGEST for n in sides) else None
     )

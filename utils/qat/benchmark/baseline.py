@@ -37,9 +37,9 @@ def baseline_of(
 def _first_precision(there: Sequence[dict[str, Any]]) -> dict[str, Any] | None:
     """Return the result in the first measured precision of FLOATS, or the only result; None if several qualify."""
     for precision in (*FLOATS, 'int8', ''):
-        found = [r for r in there if r['precision'] == precision]
-        if found:
-            return found[0] if len(found) == 1 else None
+        rows = [r for r in there if r['precision'] == precision]
+        if rows:
+            return rows[0] if len(rows) == 1 else None
     return None
 
 
@@ -68,11 +68,11 @@ def change(result: dict[str, Any], baseline: dict[str, Any]) -> dict[str, Any]:
 
 def with_changes(results: Sequence[dict[str, Any]], wanted: str | None = None) -> list[dict[str, Any]]:
     """Return rows with 'against': the `change` against the baseline, see `baseline_of`; None without one."""
-    found = []
+    rows = []
     for result in results:
         baseline = baseline_of(result, results, wanted)
-        found.append({**result, 'against': change(result, baseline) if baseline else None})
-    return found
+        rows.append({**result, 'against': change(result, baseline) if baseline else None})
+    return rows
 
 
 class Gain(NamedTuple):
@@ -98,8 +98,8 @@ def int8_gains(results: Sequence[dict[str, Any]]) -> Iterator[Gain]:
 
     several = len({tuple(r['imgsz'] or ()) for r in results}) > 1
     files = dict.fromkeys(r['model'] for r in results if is_int8(r))
-    for (backend, imgsz, batch), found in groupby(sorted(results, key=place), place):
-        rows = sorted(found, key=lambda r: r['latency']['median'])
+    for (backend, imgsz, batch), group in groupby(sorted(results, key=place), place):
+        rows = sorted(group, key=lambda r: r['latency']['median'])
         floats = [r for r in rows if r['precision'] in FLOATS]
         image = ' x '.join(map(str, imgsz)) if several else ''
         for fastest, row in product(floats[:1], filter(is_int8, rows)):

@@ -33,16 +33,16 @@ def read_model_files(files: Sequence[Path], kind_of: Callable[[Path], str]) -> l
     Raises:
         QatError: a file cannot be read.
     """
-    found = []
+    models = []
     for file in dict.fromkeys(files):
         require_file(file, 'MODEL', MEASURABLE)
         suffix = file.suffix.lower()
-        found.append(_checkpoint(file, kind_of(file)) if suffix in CHECKPOINTS else _exported(file))
-    for model in found:
+        models.append(_checkpoint(file, kind_of(file)) if suffix in CHECKPOINTS else _exported(file))
+    for model in models:
         if model.file.suffix.lower() == '.onnx':
             beside = [model.file.with_suffix(suffix) for suffix in CHECKPOINTS]
             _pair(model, next((file for file in beside if file.is_file()), beside[0]), files, kind_of)
-    return found
+    return models
 
 
 def _exported(file: Path) -> ModelFile:
@@ -52,7 +52,7 @@ def _exported(file: Path) -> ModelFile:
 
 def with_float_beside(files: Sequence[Path]) -> list[Path]:
     """Add the float file in the folder of a single INT8 file, of its kind and with its inputs, if there is exactly one."""
-    own, found = files[0], []
+    own, beside = files[0], []
     require_file(own, 'MODEL', MEASURABLE)
     if len(files) > 1 or own.suffix.lower() in CHECKPOINTS or (model := _exported(own)).precision != 'int8':
         return list(files)
@@ -63,12 +63,12 @@ def with_float_beside(files: Sequence[Path]) -> list[Path]:
             LOGGER.debug(f'not compared with {file}: {e}')
             continue
         if other.precision not in ('int8', '') and other.inputs == model.inputs:
-            found.append(file)
-    if len(found) == 1:
-        LOGGER.info(f'compared with the float file beside it: {found[0]}')
-    elif found:
-        LOGGER.info(f'float files beside {own}: {", ".join(f.name for f in found)}; give one of them too, to compare')
-    return [*found, own] if len(found) == 1 else [own]
+            beside.append(file)
+    if len(beside) == 1:
+        LOGGER.info(f'compared with the float file beside it: {beside[0]}')
+    elif beside:
+        LOGGER.info(f'float files beside {own}: {", ".join(f.name for f in beside)}; give one of them too, to compare')
+    return [*beside, own] if len(beside) == 1 else [own]
 
 
 def sides(shape: Sequence[int | None]) -> Sides | None:

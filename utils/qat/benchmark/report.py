@@ -148,10 +148,10 @@ def notes(results: Sequence[dict[str, Any]]) -> list[Markdown]:
 
 def disturbance(results: Sequence[dict[str, Any]]) -> str:
     """Report how much of the CPU other processes used during the measurements; '' if less than DISTURBED or unknown."""
-    found = [r['usage']['others_percent'] for r in results if 'others_percent' in (r['usage'] or {})]
-    if max(found, default=0) < DISTURBED:
+    percents = [r['usage']['others_percent'] for r in results if 'others_percent' in (r['usage'] or {})]
+    if max(percents, default=0) < DISTURBED:
         return ''
-    share = ' to '.join(dict.fromkeys(f'{percent:.0f}' for percent in (min(found), max(found))))
+    share = ' to '.join(dict.fromkeys(f'{percent:.0f}' for percent in (min(percents), max(percents))))
     return (
         f'other processes took {share} % of the CPU while measuring: times are too long and uneven; '
         'measure on an idle machine'

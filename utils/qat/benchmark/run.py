@@ -210,7 +210,7 @@ def accuracy_of(measurement: Measurement, imgsz: tuple[int, ...] | None, conditi
         model = measured.predicting()
         data = model.task.labelled(conditions.config, model, (imgsz[0], imgsz[1]))
         metrics = evaluate(model, data.loader, data.names, conditions.device, progress=lambda it: bar(it, 'scoring'))
-    found = metrics.to_json()
-    keys = [key for key in ('images', *metrics.columns) if key in found]
+    scores = metrics.to_json()
+    keys = [key for key in ('images', *metrics.columns) if key in scores]
     masks = {'mask': {k: metrics.mask[k] for k in metrics.columns}} if metrics.mask else {}
-    return {**{k: found[k] for k in keys}, **masks}
+    return {**{k: scores[k] for k in keys}, **masks}

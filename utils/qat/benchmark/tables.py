@@ -28,10 +28,10 @@ class Column(NamedTuple):
 
     def figure(self, row: Row) -> Any:
         """Return the figure of a row; None if there is none."""
-        found: Any = row
+        figure: Any = row
         for key in self.path.split('.'):
-            found = (found or {}).get(key)
-        return None if found == '' else found
+            figure = (figure or {}).get(key)
+        return None if figure == '' else figure
 
 
 SERIES = [
@@ -233,11 +233,11 @@ def _by_precision(
     column: Column, best: Callable[..., float], precisions: Sequence[str], rows: Sequence[Row]
 ) -> Iterator[str]:
     """Yield the best figure of each precision, and the speed-up of INT8 against the best float one; '-' for what is missing."""
-    found = {p: best(column.figure(r) for r in rows if r['precision'] == p) for p in {r['precision'] for r in rows}}
+    figures = {p: best(column.figure(r) for r in rows if r['precision'] == p) for p in {r['precision'] for r in rows}}
     for precision in precisions:
-        yield column.form.format(found[precision]) if precision in found else '-'
-    floats = [figure for precision, figure in found.items() if precision != 'int8']
-    gain = best(floats) / found['int8'] if floats and 'int8' in found else None
+        yield column.form.format(figures[precision]) if precision in figures else '-'
+    floats = [figure for precision, figure in figures.items() if precision != 'int8']
+    gain = best(floats) / figures['int8'] if floats and 'int8' in figures else None
     yield '-' if gain is None else f'{gain if best is min else 1 / gain:.2f}'
 
 

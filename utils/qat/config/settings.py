@@ -70,8 +70,8 @@ run = partial(option, group=RUN)
 
 def option_of(kind: type, name: str) -> Option | None:
     """Find the Option of a field. A subclass that only changes the default keeps the option of its base."""
-    found = (base.__dict__.get('__dataclass_fields__', {}).get(name) for base in kind.__mro__)
-    return next((f.metadata['option'] for f in found if f and f.metadata), None)
+    inherited = (base.__dict__.get('__dataclass_fields__', {}).get(name) for base in kind.__mro__)
+    return next((f.metadata['option'] for f in inherited if f and f.metadata), None)
 
 
 def flag_of(name: str, value: object = None) -> str:
@@ -221,9 +221,9 @@ def add_options(parser: Parser, kind: type[Settings], may_lack: Collection[str] 
     may be omitted.
     """
     needed = []
-    for title, found in grouped(kind).items():
+    for title, options in grouped(kind).items():
         group = parser.add_argument_group(title)
-        for f, option in found:
+        for f, option in options:
             how = {**_how(f, option), 'default': SUPPRESS, 'help': help_of(f, option)}
             if f.name in kind.HIDDEN:
                 how['help'] = SUPPRESS

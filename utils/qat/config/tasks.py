@@ -31,7 +31,7 @@ class Task(ABC):
 
     name: str  # a key of TASKS; exported files have it in their metadata
     title: str  # of its networks, with an article
-    found: str  # the results of its networks, in words: 'detections' or 'scores'
+    results: str  # the results of its networks, in words: 'detections' or 'scores'
     boxes = True  # whether the last layer is a YOLOv9 head, which returns boxes
     masks = False
     augments = True  # whether images for the fine-tuning can be augmented
@@ -128,7 +128,7 @@ class Task(ABC):
         """Return the module that compares models: Differences, details, scores_table, in_a_clause, beyond_limits, limits_text."""
 
     @abstractmethod
-    def lines(self, found: Sequence[torch.Tensor], names: Mapping[int, str], top: int) -> list[Any]:
+    def lines(self, results: Sequence[torch.Tensor], names: Mapping[int, str], top: int) -> list[Any]:
         """Match the best detections or classes of several models, see side_by_side.Line."""
 
 

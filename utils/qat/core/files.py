@@ -150,10 +150,10 @@ def in_tree(word: str | Path) -> Path:
     path = Path(word)
     if os.path.exists(path) or path.is_absolute() or path.suffix.lower() not in YAML:
         return path
-    found = [file for file in [TREE / path] if file.is_file()]
-    for folder in () if found else ('data', 'models'):
-        found += map(Path, glob.glob(f'{glob.escape(str(TREE / folder))}/**/{glob.escape(str(path))}', recursive=True))
-    return found[0] if len(found) == 1 else path
+    files = [file for file in [TREE / path] if file.is_file()]
+    for folder in () if files else ('data', 'models'):
+        files += map(Path, glob.glob(f'{glob.escape(str(TREE / folder))}/**/{glob.escape(str(path))}', recursive=True))
+    return files[0] if len(files) == 1 else path
 
 
 def is_network(weights: Path) -> bool:

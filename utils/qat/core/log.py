@@ -49,7 +49,7 @@ class LineFormatter(logging.Formatter):
         record.message = visible(record.message, keep='\n\t')
         if record.levelno in MARKS:
             record.message = f'{self.paint(*MARKS[record.levelno])} {record.message}'
-        record.message = re.sub('(?m)^next: .*', lambda found: self.paint(found[0], BOLD), record.message)
+        record.message = re.sub('(?m)^next: .*', lambda match: self.paint(match[0], BOLD), record.message)
         return super().formatMessage(record)
 
     def formatException(self, info: Any) -> str:

@@ -88,7 +88,7 @@ def select_device(text: str, exact: bool = True) -> torch.device:
     import torch  # here, because `-h` must not load it
 
     torch.backends.cudnn.allow_tf32 = not exact
-    world, found = world_size(), torch.cuda.device_count()
+    world, gpus = world_size(), torch.cuda.device_count()
     if world != int(os.environ.get('LOCAL_WORLD_SIZE', world)):
         raise QatError('torchrun --nnodes: this runs on one machine; leave it out')
     if world > 1 and text not in ('', 'cpu'):
@@ -98,10 +98,10 @@ def select_device(text: str, exact: bool = True) -> torch.device:
         )
     if world == 1 or text == 'cpu' or not torch.cuda.is_available():
         device = _one_device(text)
-    elif found < world:
+    elif gpus < world:
         raise QatError(
-            f'torchrun --nproc_per_node {world}: this machine has {found} GPU{"s" * (found != 1)} that PyTorch can use, '
-            f'and each process needs its own; start {found}, or use --device cpu'
+            f'torchrun --nproc_per_node {world}: this machine has {gpus} GPU{"s" * (gpus != 1)} that PyTorch can use, '
+            f'and each process needs its own; start {gpus}, or use --device cpu'
         )
     else:
         device = torch.device('cuda', rank())
@@ -126,10 +126,10 @@ def _one_device(text: str) -> torch.device:
     if not index.isdigit():
         raise QatError(f"--device {text}: use one GPU number (such as 0) or 'cpu'")
     if int(index) >= torch.cuda.device_count():
-        found = torch.cuda.device_count()
-        others = {0: '', 1: ' or 0'}.get(found, f' or 0..{found - 1}')
+        gpus = torch.cuda.device_count()
+        others = {0: '', 1: ' or 0'}.get(gpus, f' or 0..{gpus - 1}')
         raise QatError(
-            f'--device {text}: this machine has {found or "no"} GPU{"s" * (found != 1)} that PyTorch can use; '
+            f'--device {text}: this machine has {gpus or "no"} GPU{"s" * (gpus != 1)} that PyTorch can use; '
             f'use --device cpu{others}'
         )
     return torch.device('cuda', int(index))
@@ -214,7 +214,7 @@ def _gpu(device: torch.device) -> dict[str, Any]:
     import torch
 
     properties = torch.cuda.get_device_properties(device)
-    found: dict[str, Any] = {
+    facts: dict[str, Any] = {
         'compute_capability': f'{properties.major}.{properties.minor}',
         'multiprocessors': properties.multi_processor_count,
         'gpu_memory_mib': properties.total_memory >> 20,
@@ -222,7 +222,7 @@ def _gpu(device: torch.device) -> dict[str, Any]:
     try:
         nvml, handle = nvml_of(device)
     except QatError:
-        return found
+        return facts
 
     for key, read in (
         ('gpu_clock_max_mhz', lambda: nvml.nvmlDeviceGetMaxClockInfo(handle, nvml.NVML_CLOCK_SM)),
@@ -231,8 +231,8 @@ def _gpu(device: torch.device) -> dict[str, Any]:
         ('driver_cuda', lambda: '{}.{}'.format(*divmod(nvml.nvmlSystemGetCudaDriverVersion() // 10, 100))),
     ):
         with contextlib.suppress(nvml.NVMLError):  # not every GPU tells everything
-            found[key] = read()
-    return found
+            facts[key] = read()
+    return facts
 
 
 def machine(device: torch.device) -> dict[str, Any]:
@@ -265,10 +265,10 @@ def machine(device: torch.device) -> dict[str, Any]:
     }
 
 
-def machine_table(found: dict[str, Any]) -> str:
+def machine_table(known: dict[str, Any]) -> str:
     """Format a `machine`, which may have 'clock_mhz', as a Markdown table with a row for each fact."""
-    twice = set() if found.get('gpu') else {'cpu'}  # the device is the CPU
-    facts = {title: found[key] for key, title in ROWS.items() if found.get(key) and key not in twice}
+    twice = set() if known.get('gpu') else {'cpu'}  # the device is the CPU
+    facts = {title: known[key] for key, title in ROWS.items() if known.get(key) and key not in twice}
     return markdown_table(
         ('machine', ''),
         [

@@ -92,10 +92,10 @@ def _in(folder: Path) -> list[str]:
 
 def _require_run(folder: Path) -> None:
     """Raise QatError for a folder with files but without the lock file or report of an earlier run."""
-    found = _in(folder)
-    if found and not os.path.lexists(folder / LOCK) and not any(_is_report(folder / name) for name in REPORTS):
+    held = _in(folder)
+    if held and not os.path.lexists(folder / LOCK) and not any(_is_report(folder / name) for name in REPORTS):
         raise QatError(
-            f'--exist-ok {folder}: has {found[0]}, and is not the folder of an earlier run; leave --exist-ok out, or choose another --name'
+            f'--exist-ok {folder}: has {held[0]}, and is not the folder of an earlier run; leave --exist-ok out, or choose another --name'
         )
 
 

@@ -51,7 +51,7 @@ class Markdown(str):
 
 def escaped(text: object) -> Markdown:
     """Escape the str() of anything, so that Markdown shows it on one line as it is typed: no link, picture or HTML."""
-    typed = MEANINGFUL.sub(lambda found: ''.join(f'\\{sign}' for sign in found[0]), visible(text))
+    typed = MEANINGFUL.sub(lambda match: ''.join(f'\\{sign}' for sign in match[0]), visible(text))
     return Markdown(re.sub(r'&(?=[#\w]+;)', '&amp;', typed).replace('<', '&lt;'))  # some readers do not know `\<`
 
 

@@ -502,8 +502,8 @@ def require_labels(dataset: LoadImagesAndLabels, key: str, data: Any, use: str) 
         return
     image = Path(dataset.im_files[0])
     places = [p for parent in list(image.parents)[:4] for p in (parent, parent / 'annotations', parent / 'Annotations')]
-    found = next((file for place in places for file in sorted(place.glob('*.json'))), Path('ANNOTATIONS.json'))
-    kind, convert = 'a COCO JSON', command('scripts/coco_to_yolo.py', found, image.parent)
+    annotations = next((file for place in places for file in sorted(place.glob('*.json'))), Path('ANNOTATIONS.json'))
+    kind, convert = 'a COCO JSON', command('scripts/coco_to_yolo.py', annotations, image.parent)
     if voc := next((place for place in places if next(place.glob('*.xml'), None)), None):
         kind, convert = 'XML files', command('scripts/voc_to_yolo.py', voc, image.parent)
     raise QatError(

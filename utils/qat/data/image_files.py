@@ -22,8 +22,8 @@ SYSTEM = '/proc/', '/sys/'  # their files are no files
 
 def image_files(path: Path, who: str) -> list[str]:
     """List the image files that a path of a data YAML names, sorted. who: flag, file and key, for messages."""
-    found = _in_folder(path, who) if path.is_dir() else _in_list(path, who)
-    return sorted(file for file in found if file.rpartition('.')[2].lower() in IMG_FORMATS)
+    files = _in_folder(path, who) if path.is_dir() else _in_list(path, who)
+    return sorted(file for file in files if file.rpartition('.')[2].lower() in IMG_FORMATS)
 
 
 def _in_folder(folder: Path, who: str) -> Iterator[str]:
@@ -56,8 +56,8 @@ def _in_list(file: Path, who: str) -> Iterator[str]:
             continue
         names = name, name.replace('\\', '/')
         meant = [os.path.join(base, each.removeprefix('./')) for each in names for base in (file.parent, Path.cwd())]
-        found = next(filter(os.path.exists, meant), None)
-        if not found:
+        existing = next(filter(os.path.exists, meant), None)
+        if not existing:
             start = file.parent.absolute()
             raise QatError(f'{who}: {file}, line {number}: {name} does not exist; relative lines start at {start}')
-        yield found
+        yield existing

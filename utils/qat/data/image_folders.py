@@ -49,17 +49,17 @@ class ImageFolders:
 
 def class_folders(folder: Path, flag: str) -> list[str]:
     """List the class folders in a folder, in the order of their indices; each must have an image."""
-    found = sorted(entry.name for entry in folder.iterdir() if entry.is_dir()) if folder.is_dir() else []
-    if not found:
+    names = sorted(entry.name for entry in folder.iterdir() if entry.is_dir()) if folder.is_dir() else []
+    if not names:
         raise QatError(f'{flag} {folder}: needs a folder of images for each class, such as {folder / "cat" / "1.jpg"}')
-    class_names(found, f'{flag} {folder}')
-    empty = [name for name in found if not images_in(folder / name)]
+    class_names(names, f'{flag} {folder}')
+    empty = [name for name in names if not images_in(folder / name)]
     if empty:
         raise QatError(
             f'{flag} {folder / visible(empty[0])}: no images in it (looked for {", ".join(IMG_FORMATS)}); put some there, or remove '
             'the folder in train/ and val/ and train again'
         )
-    return found
+    return names
 
 
 def images_in(folder: Path) -> list[str]:

@@ -11,8 +11,8 @@ from utils.qat.core.log import LOGGER, RESULT
 
 def label_of(image: Path) -> Path:
     """Return the label of an image, where upstream's img2label_paths has it: the last folder `images` becomes `labels`."""
-    before, found, behind = str(image).rpartition('/images/')
-    return Path(f'{before}/labels/{behind}' if found else behind).with_suffix('.txt')
+    before, folder, behind = str(image).rpartition('/images/')
+    return Path(f'{before}/labels/{behind}' if folder else behind).with_suffix('.txt')
 
 
 def line(corners: Sequence[float], width: float, height: float, number: int) -> str | None:

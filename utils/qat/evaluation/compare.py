@@ -96,13 +96,13 @@ def compare_models(
     for batch in loader:
         images, truth = prepared(batch, device)
         outputs = [predict(images) for predict in (reference, *others)]
-        found = [task.postprocess(out, truth.shape) for out in outputs]
-        for difference, output, of_one in zip(differences, outputs[1:], found[1:]):
-            difference.update(outputs[0], output, found[0], of_one)
-        for scorer, of_one in zip(scorers, found):
+        results = [task.postprocess(out, truth.shape) for out in outputs]
+        for difference, output, of_one in zip(differences, outputs[1:], results[1:]):
+            difference.update(outputs[0], output, results[0], of_one)
+        for scorer, of_one in zip(scorers, results):
             scorer.update(of_one, truth)
         if look:
-            for image, path, *of_image in zip(images, truth.paths, *found):
+            for image, path, *of_image in zip(images, truth.paths, *results):
                 look(image.cpu(), path, [getattr(one, 'rows', one).cpu() for one in of_image])
         count += len(images)
     metrics = [scorer.metrics(resample=True) for scorer in scorers] or [None] * (1 + len(others))

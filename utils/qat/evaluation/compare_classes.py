@@ -74,12 +74,12 @@ def beyond_limits(comparison: Comparison, limits: Limits) -> list[str]:
 
 def details(comparisons: Sequence[Comparison], names: Sequence[str]) -> list[str]:
     """Format differences of all scores, and rank by rank, as Markdown tables. names: of the first model, then the others."""
-    found = [
+    rows = [
         (name, *(number(c['scores'][key], '.3g') for key in ('max', 'mean'))) for name, c in zip(names[1:], comparisons)
     ]
     columns = {'disagreement': ('another class at this rank', '.1%')}
     return [
-        f'{markdown_table(("all scores", "max difference", "mean difference"), found)}\n\n{NUMPY_TOLERANCE}',
+        f'{markdown_table(("all scores", "max difference", "mean difference"), rows)}\n\n{NUMPY_TOLERANCE}',
         *ranks_tables(comparisons, names, columns),
     ]
 

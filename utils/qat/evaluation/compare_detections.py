@@ -105,11 +105,11 @@ class Ranking:
         self.looked_for[: len(some)] += 1
         if len(others):
             iou, which = (box_iou(some[:, :4], others[:, :4]) * (some[:, None, 5] == others[:, 5])).max(1)
-            found = iou >= SAME_DETECTION
-            self.matched[: len(some)] += found.numpy()
-            self.matched_error += (some - others[which]).abs()[found].sum(0)
-            if masks is not None and other_masks is not None and found.any():
-                iou = same_place_iou(masks[found.nonzero()[:, 0]].coarse(), other_masks[which[found]].coarse())
+            same = iou >= SAME_DETECTION
+            self.matched[: len(some)] += same.numpy()
+            self.matched_error += (some - others[which]).abs()[same].sum(0)
+            if masks is not None and other_masks is not None and same.any():
+                iou = same_place_iou(masks[same.nonzero()[:, 0]].coarse(), other_masks[which[same]].coarse())
                 self.mask_iou += iou.sum().item()
                 self.with_masks += len(iou)
 
@@ -161,7 +161,7 @@ class Differences:
         self.ranking = Ranking(top)
 
     def update(
-        self, reference: Any, other: Any, found: Sequence[Detections], found_by_other: Sequence[Detections]
+        self, reference: Any, other: Any, detections: Sequence[Detections], other_detections: Sequence[Detections]
     ) -> None:
         """Add a batch: the outputs of both models, and the detections of both."""
         if not isinstance(reference, list) and not isinstance(other, list):  # else NMS is inside a model
@@ -174,7 +174,7 @@ class Differences:
                 )
             for part in first:
                 self.predictions[part].update(first[part], second[part])
-        for of_reference, of_other in zip(found, found_by_other):
+        for of_reference, of_other in zip(detections, other_detections):
             self.ranking.update(of_reference, of_other)
 
     def comparison(self, images: int, reference: Metrics | None, other: Metrics | None) -> Comparison:
@@ -220,7 +220,7 @@ def details(comparisons: Sequence[Comparison], names: Sequence[str]) -> list[str
 
 def scores_table(comparisons: Sequence[Comparison], names: Sequence[str]) -> str:
     """Format the AP of several detectors, and the difference of each from the first in points; '' without labels."""
-    models = [from_json(found) for found in (comparisons[0]['reference'], *(c['other'] for c in comparisons))]
+    models = [from_json(scores) for scores in (comparisons[0]['reference'], *(c['other'] for c in comparisons))]
     if not models[0]:
         return ''
     intervals = [plus_minus(c['against_reference']) for c in comparisons]

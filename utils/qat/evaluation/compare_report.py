@@ -78,13 +78,13 @@ def write_comparison(
         plot_example(file, example, names)
         table = example_table(example, names)
         shown += [f'{escaped(Path(example.path).name)}, scores:', table, image('side by side', file.name)]
-    found = verdict(task, comparisons, names)
+    conclusion = verdict(task, comparisons, names)
     write_document(
         folder / 'report.md',
         f'{", ".join(names[1:])} compared with {names[0]}',
         [
             f'{comparisons[0]["images"]} images of {size[0]} x {size[1]} pixels.',
-            *found,
+            *conclusion,
             '## Rank by rank',
             *task.comparing().details(comparisons, names),
             *(['## Examples', *shown] if shown else []),
@@ -101,7 +101,7 @@ def write_comparison(
             ),
         ],
     )
-    return '\n\n'.join(found)
+    return '\n\n'.join(conclusion)
 
 
 def plot_ranks(path: Path, comparisons: dict[str, Comparison]) -> None:

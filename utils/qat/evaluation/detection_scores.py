@@ -125,21 +125,21 @@ class Scorer:
         """Add a batch: the detections of each image, see detections.detect, and the labels."""
         stats: list[Any] = []
         rows: list[dict[str, Any]] = []
-        for i, found in enumerate(detections):
+        for i, result in enumerate(detections):
             labels = truth.labels(i)
             boxes, true = (
                 scale_boxes(truth.shape, xyxy, *truth.shapes[i])  # in pixels of the original
-                for xyxy in (found.rows[:, :4].clone(), xywh2xyxy(labels[:, 1:]))
+                for xyxy in (result.rows[:, :4].clone(), xywh2xyxy(labels[:, 1:]))
             )
-            correct = [_correct(found, labels, box_iou(true, boxes))]
-            if found.masks is not None:
-                correct.append(_correct(found, labels, _mask_iou(found.masks, labels, truth, i)))
-            matches = tuple(x.cpu().numpy() for x in (torch.stack(correct, 1), *found.rows[:, 4:].t(), labels[:, 0]))
+            correct = [_correct(result, labels, box_iou(true, boxes))]
+            if result.masks is not None:
+                correct.append(_correct(result, labels, _mask_iou(result.masks, labels, truth, i)))
+            matches = tuple(x.cpu().numpy() for x in (torch.stack(correct, 1), *result.rows[:, 4:].t(), labels[:, 0]))
             stats.append((truth.paths[i], matches))
             if self.categories:
-                of_image = result_rows(torch.cat((boxes, found.rows[:, 4:]), 1), truth.paths[i], self.categories)
-                if found.masks is not None:
-                    add_masks(of_image, found.masks, truth.shapes[i])
+                of_image = result_rows(torch.cat((boxes, result.rows[:, 4:]), 1), truth.paths[i], self.categories)
+                if result.masks is not None:
+                    add_masks(of_image, result.masks, truth.shapes[i])
                 rows += of_image
         self.batches.append((stats, rows))
 
@@ -180,19 +180,19 @@ def _mask_iou(masks: Masks, labels: torch.Tensor, truth: Truth, image: int) -> t
     """Compute the IoU [m, n] of the true masks of an image with `masks`, in the size of the prototypes."""
     if not len(labels) or not len(masks.boxes):
         return masks.boxes.new_zeros(len(labels), len(masks.boxes))
-    found = masks.coarse()
-    return mask_iou(resized(truth.masks_of(image), found.shape[1:]).flatten(1), found.flatten(1))
+    coarse = masks.coarse()
+    return mask_iou(resized(truth.masks_of(image), coarse.shape[1:]).flatten(1), coarse.flatten(1))
 
 
-def _correct(found: Detections, labels: torch.Tensor, iou: torch.Tensor) -> torch.Tensor:
+def _correct(detections: Detections, labels: torch.Tensor, iou: torch.Tensor) -> torch.Tensor:
     """Tell which detections are correct at each of IOUS: bool [n, 10], from labels [m, 5] and their IoU [m, n].
 
     A detection belongs to the label of its class that it overlaps most. If several belong to one label, the one with
     the highest score is correct.
     """
     if not len(labels):
-        return torch.zeros(len(found), len(IOUS), dtype=torch.bool)
-    best, label = (iou * (labels[:, :1] == found.rows[:, 5])).max(0)
+        return torch.zeros(len(detections), len(IOUS), dtype=torch.bool)
+    best, label = (iou * (labels[:, :1] == detections.rows[:, 5])).max(0)
     hit = best[:, None] >= IOUS.to(iou.device)
     # number of hits of the same label with a higher score
     before = (label[:, None] == label).tril(-1).float() @ hit.float()

@@ -63,8 +63,8 @@ def evaluate(
         with timed(seconds, 'inference', device):
             outputs = predict(images)
         with timed(seconds, 'nms', device):
-            found = task.postprocess(outputs, truth.shape, conf_thres, iou_thres, max_det)
-        scorer.update(found, truth)
+            results = task.postprocess(outputs, truth.shape, conf_thres, iou_thres, max_det)
+        scorer.update(results, truth)
 
     scorer.batches = merged(scorer.batches)
     of_all = merged([seconds])  # from each process

@@ -66,11 +66,11 @@ def resampled_ap(
     there = csr_array((np.ones(len(true)), (of_class, image_of_label)), (len(classes), number)) @ counts
     total = np.zeros((counts.shape[1], correct.shape[1]))
     for c, labels in zip(classes, there):
-        found = order[predicted[order] == c]
-        step = 1 + AT_ONCE // (1 + correct[found].any((1, 2)).sum())
+        own = order[predicted[order] == c]
+        step = 1 + AT_ONCE // (1 + correct[own].any((1, 2)).sum())
         blocks = [slice(i, i + step) for i in range(0, len(labels), step)]
-        for part, hits in enumerate(np.swapaxes(correct[found], 0, 1)):
-            ap = np.concatenate([average_precision(hits, image[found], labels[b], counts[:, b]) for b in blocks])
+        for part, hits in enumerate(np.swapaxes(correct[own], 0, 1)):
+            ap = np.concatenate([average_precision(hits, image[own], labels[b], counts[:, b]) for b in blocks])
             total[:, part] += ap
             if by_class is not None:
                 by_class.setdefault(int(c), np.empty_like(total))[:, part] = np.where(labels > 0, ap, np.nan)
@@ -125,42 +125,42 @@ def difference_of_merit(before: np.ndarray, after: np.ndarray) -> Change:
     return difference(before.mean(1, keepdims=True), after.mean(1, keepdims=True))
 
 
-def boxes_and_masks(found: Change) -> list[Part]:
+def boxes_and_masks(change: Change) -> list[Part]:
     """Split a `difference` into a list: of boxes and, if there are any, of masks."""
-    return [found, found['mask']] if 'mask' in found else [found]
+    return [change, change['mask']] if 'mask' in change else [change]
 
 
-def within_interval(found: Part) -> bool:
+def within_interval(part: Part) -> bool:
     """Tell whether a difference, of boxes or of masks, is no larger than half the width of its interval."""
-    return abs(found['difference']) <= found['chance']
+    return abs(part['difference']) <= part['chance']
 
 
-def points_lost(found: Change) -> float:
+def points_lost(change: Change) -> float:
     """Compute the points (0.01) of AP that are lost beyond the interval, the larger of boxes and masks; within it 0."""
-    return max(0 if within_interval(part) else -100 * part['difference'] for part in boxes_and_masks(found))
+    return max(0 if within_interval(part) else -100 * part['difference'] for part in boxes_and_masks(change))
 
 
-def in_points(found: Part) -> str:
+def in_points(part: Part) -> str:
     """Format a difference of boxes, or of masks, in points: '-0.31 ± 0.12'."""
-    return f'{round(100 * found["difference"], 2) + 0.0:+.2f}{plus_minus(found)}'  # + 0.0: no -0.00
+    return f'{round(100 * part["difference"], 2) + 0.0:+.2f}{plus_minus(part)}'  # + 0.0: no -0.00
 
 
-def plus_minus(found: Part | None) -> str:
+def plus_minus(part: Part | None) -> str:
     """Format the interval of a difference of boxes in points: ' ± 0.12'; ' ± ?' if it is not known, '' for None."""
-    if not found:
+    if not part:
         return ''
-    return ' ± ?' if found['chance'] == UNKNOWN else f' ± {100 * found["chance"]:.2f}'
+    return ' ± ?' if part['chance'] == UNKNOWN else f' ± {100 * part["chance"]:.2f}'
 
 
-def _how_sure(found: Part) -> str:
-    if found['chance'] == UNKNOWN:
+def _how_sure(part: Part) -> str:
+    if part['chance'] == UNKNOWN:
         return 'and one image has no confidence interval'
-    return f'{"within" if within_interval(found) else "beyond"} the confidence interval'
+    return f'{"within" if within_interval(part) else "beyond"} the confidence interval'
 
 
-def in_words(found: Change, title: str = 'AP') -> str:
+def in_words(change: Change, title: str = 'AP') -> str:
     """Format a `difference` in points, and state whether it lies within the confidence interval. title: see Metrics.choosing."""
     return ', '.join(
         f'{text}{in_points(part)} points of {title}, {_how_sure(part)}'
-        for text, part in zip(('', 'masks '), boxes_and_masks(found))
+        for text, part in zip(('', 'masks '), boxes_and_masks(change))
     )

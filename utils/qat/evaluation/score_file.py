@@ -77,7 +77,7 @@ def tables(score: Score) -> list[str]:
     if metrics.coco:
         parts = {'boxes': metrics.coco, **({'masks': metrics.mask['coco']} if metrics.mask else {})}
         titles = 'pycocotools', *(key.upper() for key in metrics.coco)
-        rows = [(part, *(f'{v:.4f}' for v in found.values())) for part, found in parts.items()]
+        rows = [(part, *(f'{v:.4f}' for v in figures.values())) for part, figures in parts.items()]
         of_coco.append(markdown_table(titles, rows))
     return [*compared, class_table(metrics), *of_coco]
 
@@ -125,7 +125,7 @@ def _write_report(
     images = f'{metrics.images} images{f" {first.seen}" if len(seen) == 1 else ""}'
     objects = f', with {metrics.instances} objects' if isinstance(metrics, DetectionMetrics) else ''
     pictures = []
-    if any(found.per_class for found in models.values()):  # else no detection is correct
+    if any(each.per_class for each in models.values()):  # else no detection is correct
         plot_classes(folder / 'classes.png', models)
         pictures.append(image(f'{metrics.choosing()[1]} of each class', 'classes.png'))
     times = [(name, *score.metrics.ms_per_image.values()) for name, score in zip(names_of(scores), scores)]

@@ -26,8 +26,8 @@ class Columns:
 
     def values(self, scores: Metrics | Mapping[str, Any] | None) -> list[float | None]:
         """Return the scores of a model, or of a class of Metrics.per_class; None for a missing one."""
-        found = vars(scores) if isinstance(scores, Metrics) else scores or {}
-        parts = [found, found.get('mask') or {}][: 1 + self.masks]
+        values = vars(scores) if isinstance(scores, Metrics) else scores or {}
+        parts = [values, values.get('mask') or {}][: 1 + self.masks]
         return [part.get(name) for part in parts for name in self.names]
 
     def cells(self, scores: Metrics | Mapping[str, Any] | None) -> list[str]:
@@ -102,11 +102,11 @@ def plot_classes(path: Path, models: dict[str, Metrics]) -> None:
     for part, scores_of in parts.items():
         axes = next(row_of_axes)
         rows = {model: {row['name']: scores_of(row) for row in metrics.per_class} for model, metrics in models.items()}
-        found = {model: {name: row.get(key) or 0 for name, row in named.items()} for model, named in rows.items()}
+        figures = {model: {name: row.get(key) or 0 for name, row in named.items()} for model, named in rows.items()}
         for i, (model, metrics) in enumerate(models.items()):
             places, height = bar_places(range(len(names)), i, len(models))
             mean = scores_of(vars(metrics))[key]
-            bars, label = [found[model].get(name, 0) for name in names], literal(f'{model} {mean:.4f}')
+            bars, label = [figures[model].get(name, 0) for name in names], literal(f'{model} {mean:.4f}')
             widths = [rows[model].get(name, {}).get('chance', 0) for name in names]
             intervals = {'xerr': widths, 'ecolor': '0.3', 'error_kw': {'linewidth': 1}} if any(widths) else {}
             axes.barh(places, bars, height, color=f'C{i}', label=label, **intervals)
@@ -119,7 +119,7 @@ def plot_classes(path: Path, models: dict[str, Metrics]) -> None:
             panel.append(next(row_of_axes))
             for i, model in enumerate(others):
                 places, height = bar_places(range(len(names)), i, len(others))
-                points = [100 * (found[model].get(name, 0) - found[first].get(name, 0)) for name in names]
+                points = [100 * (figures[model].get(name, 0) - figures[first].get(name, 0)) for name in names]
                 panel[1].barh(places, points, height, color=f'C{i + 1}')
             widest = max(1.0, *map(abs, panel[1].get_xlim()))
             panel[1].set(

@@ -71,21 +71,21 @@ class Example:
         total = 0.0
         for line in self.lines:
             first = line.reference.score if line.reference else 0.0
-            for found, mark in zip(line.others, line.marks):
-                other = found.score if found else 0.0
+            for match, mark in zip(line.others, line.marks):
+                other = match.score if match else 0.0
                 total += abs(first) + abs(other) if mark == CLASS else abs(first - other) if mark else 0.0
         return total
 
 
-def _new_line(found: Found, which: int, others: int) -> Line:
+def _new_line(detection: Found, which: int, others: int) -> Line:
     """Make the line for a detection or class that only one of the other models has: number `which` of `others`, from 0."""
     places: list[Found | None] = [None] * others
     marks = [''] * others
-    places[which], marks[which] = found, NEW
+    places[which], marks[which] = detection, NEW
     return Line(None, places, marks)
 
 
-def detection_lines(found: Sequence[torch.Tensor], names: Mapping[int, str], top: int) -> list[Line]:
+def detection_lines(results: Sequence[torch.Tensor], names: Mapping[int, str], top: int) -> list[Line]:
     """Match the `top` detections, of FP32 [n, 6], of several models in one image, the reference first.
 
     The counterpart of a reference detection is the free detection of the same class with the largest IoU among all of the
@@ -97,7 +97,7 @@ def detection_lines(found: Sequence[torch.Tensor], names: Mapping[int, str], top
         *box, score, kind = rows[i].tolist()
         return Found(i + 1, names.get(int(kind), str(int(kind))), score, box)
 
-    first, others = found[0], found[1:]
+    first, others = results[0], results[1:]
     lines = [Line(made(first, i), [], []) for i in range(min(top, len(first)))]
     extra = []
     for model, rows in enumerate(others):
@@ -150,41 +150,41 @@ def class_lines(scores: Sequence[torch.Tensor], names: Mapping[int, str], top: i
 
 
 class Examples:
-    """Examples from a series of images, those that differ most; `found` has those so far, the largest difference first."""
+    """Examples from a series of images, those that differ most; `kept` has those so far, the largest difference first."""
 
     def __init__(self, number: int, task: Task, data: Labelled, top: int) -> None:
         """Start without examples: keep `number` of the images that will come, and the `top` detections of each."""
         self.number, self.task, self.names, self.top = number, task, data.names, top
         self.mean, self.std = (torch.tensor(three).view(3, 1, 1) for three in (data.mean, data.std))
-        self.found: list[Example] = []
+        self.kept: list[Example] = []
 
-    def look(self, image: torch.Tensor, path: str, found: Sequence[torch.Tensor]) -> None:
+    def look(self, image: torch.Tensor, path: str, results: Sequence[torch.Tensor]) -> None:
         """Take the next image: FP32 [3, H, W]; its path; detections [n, 6], or scores [C], of each model."""
         if not self.number:
             return
-        lines = self.task.lines(found, self.names, self.top)
+        lines = self.task.lines(results, self.names, self.top)
         pixels = ((image * self.std + self.mean).clamp(0, 1) * 255).round().byte().permute(1, 2, 0).numpy()
         if lines:
-            examples = [*self.found, Example(pixels, path, lines)]
-            self.found = sorted(examples, key=lambda example: -example.difference)[: self.number]
+            examples = [*self.kept, Example(pixels, path, lines)]
+            self.kept = sorted(examples, key=lambda example: -example.difference)[: self.number]
 
 
 def example_table(example: Example, models: Sequence[str]) -> str:
     """Format an example as a Markdown table; the reference is the first of the models."""
 
-    def score(found: Found | None) -> str:
-        return number(found.score if found else None)
+    def score(detection: Found | None) -> str:
+        return number(detection.score if detection else None)
 
     rows = []
     for line in example.lines:
-        whole = line.reference or next(found for found in line.others if found)
+        whole = line.reference or next(filter(None, line.others))
         row: list[Any] = [line.reference.rank if line.reference else '-', escaped(whole.name), score(line.reference)]
-        for found, mark in zip(line.others, line.marks):
-            change = f'{found.score - line.reference.score:+.4f}' if found and line.reference else '-'
-            said = f'{mark}: {found.name}' if found and mark == CLASS else mark
-            if found and line.reference and found.rank != line.reference.rank:
-                said += f', rank {found.rank}'
-            row += [score(found), change, escaped(said or '-')]
+        for match, mark in zip(line.others, line.marks):
+            change = f'{match.score - line.reference.score:+.4f}' if match and line.reference else '-'
+            said = f'{mark}: {match.name}' if match and mark == CLASS else mark
+            if match and line.reference and match.rank != line.reference.rank:
+                said += f', rank {match.rank}'
+            row += [score(match), change, escaped(said or '-')]
         rows.append(row)
     titles = ['rank', 'class', models[0], *(title for model in models[1:] for title in (model, 'difference', 'mark'))]
     return markdown_table(titles, rows)
@@ -210,14 +210,14 @@ def plot_example(path: Path, example: Example, models: Sequence[str]) -> None:
         name = f'{model}: {Path(example.path).name}' if column == 0 else model
         axes.set_title(literal(name), fontsize=10)
         labels: list[tuple[float, float]] = []
-        for place, (found, mark) in enumerate(_of_model(example, column)):
+        for place, (detection, mark) in enumerate(_of_model(example, column)):
             tone, strong = COLOURS[mark], mark != SAME
-            if found.box:
-                _draw_box(axes, found, mark, labels)
+            if detection.box:
+                _draw_box(axes, detection, mark, labels)
             scores.text(
                 0.02,
                 1 - (place + 0.7) * line / text,
-                literal(f'{found.rank:>3}  {found.score:.3f}  {found.name}' + f'   ({mark})' * strong),
+                literal(f'{detection.rank:>3}  {detection.score:.3f}  {detection.name}' + f'   ({mark})' * strong),
                 fontsize=10,
                 family='monospace',
                 color=tone if strong else '0.15',
@@ -233,9 +233,9 @@ def plot_example(path: Path, example: Example, models: Sequence[str]) -> None:
     write_picture(figure, path)
 
 
-def _draw_box(axes: Axes, found: Found, mark: str, labels: list[tuple[float, float]]) -> None:
+def _draw_box(axes: Axes, detection: Found, mark: str, labels: list[tuple[float, float]]) -> None:
     """Draw a box and its rank, beside other labels at the same corner and inside the picture, and add its place to `labels`."""
-    x1, y1, x2, y2 = found.box or [0.0] * 4
+    x1, y1, x2, y2 = detection.box or [0.0] * 4
     strong = mark != SAME
     style: dict[str, Any] = {'linewidth': 2.2 if strong else 1.2, 'linestyle': '--' if mark == LOST else '-'}
     axes.add_patch(Rectangle((x1, y1), x2 - x1, y2 - y1, fill=False, edgecolor=COLOURS[mark], **style))
@@ -249,7 +249,7 @@ def _draw_box(axes: Axes, found: Found, mark: str, labels: list[tuple[float, flo
         x += step
     labels.append((x, y1))
     box = {'facecolor': COLOURS[mark], 'edgecolor': 'none', 'pad': 1}
-    axes.text(x, y1, str(found.rank), fontsize=7, color='white', va='bottom' if y1 > 20 else 'top', bbox=box)
+    axes.text(x, y1, str(detection.rank), fontsize=7, color='white', va='bottom' if y1 > 20 else 'top', bbox=box)
 
 
 def _of_model(example: Example, model: int) -> list[tuple[Found, str]]:
@@ -257,10 +257,10 @@ def _of_model(example: Example, model: int) -> list[tuple[Found, str]]:
 
     A mark of the reference is the first that is not SAME. For another model, counterparts beyond its `top` count as well.
     """
-    found = []
+    pairs = []
     for line in example.lines:
         if model == 0 and line.reference:
-            found.append((line.reference, next((mark for mark in line.marks if mark not in ('', SAME)), SAME)))
+            pairs.append((line.reference, next((mark for mark in line.marks if mark not in ('', SAME)), SAME)))
         elif model and (other := line.others[model - 1]):
-            found.append((other, line.marks[model - 1]))
-    return sorted(found, key=lambda pair: pair[0].rank)
+            pairs.append((other, line.marks[model - 1]))
+    return sorted(pairs, key=lambda pair: pair[0].rank)

@@ -128,48 +128,48 @@ def audit(model: onnx.ModelProto, checks: Rules = CHECKS) -> Audit:
     )
 
 
-def coverage(found: Audit) -> dict[str, dict[str, Any]]:
+def coverage(audit: Audit) -> dict[str, dict[str, Any]]:
     """Count convolutions and FLOPs in INT8: {'convs' and 'flops': {'int8', 'all', 'ratio'}}; None = unknown or none."""
 
     def share(int8_values: Sequence[int | None], all_values: Sequence[int | None]) -> dict[str, Any]:
         part, whole = (None if None in values else sum(filter(None, values)) for values in (int8_values, all_values))
         return {'int8': part, 'all': whole, 'ratio': None if part is None or not whole else part / whole}
 
-    int8 = [c for c in found.convs if c.int8]
+    int8 = [c for c in audit.convs if c.int8]
     return {
-        'convs': share([1] * len(int8), [1] * len(found.convs)),
-        'flops': share([c.flops for c in int8], [c.flops for c in found.convs]),
+        'convs': share([1] * len(int8), [1] * len(audit.convs)),
+        'flops': share([c.flops for c in int8], [c.flops for c in audit.convs]),
     }
 
 
-def finding_counts(found: Audit) -> dict[str, int]:
+def finding_counts(audit: Audit) -> dict[str, int]:
     """Count the places of every kind of finding."""
-    return {kind: sum(f.kind == kind for f in found.findings) for kind in FINDINGS}
+    return {kind: sum(f.kind == kind for f in audit.findings) for kind in FINDINGS}
 
 
-def plain_audit(found: Audit) -> dict[str, Any]:
+def plain_audit(audit: Audit) -> dict[str, Any]:
     """Return an audit as dicts and lists, with the sums of the text."""
     return {
-        **asdict(found),
-        'misaligned': [c.name for c in found.misaligned],
-        'counts': finding_counts(found),
-        'coverage': coverage(found),
+        **asdict(audit),
+        'misaligned': [c.name for c in audit.misaligned],
+        'counts': finding_counts(audit),
+        'coverage': coverage(audit),
     }
 
 
-def audit_text(found: Audit, limit: int | None = None) -> str:
+def audit_text(audit: Audit, limit: int | None = None) -> str:
     """Format an audit as text: tables, then up to `limit` places of each kind of finding."""
-    inputs = ', '.join(f'{name} {list(shape) if shape else "of unknown shape"}' for name, shape in found.images.items())
-    typing = ', '.join(f'{kind} ({n} nodes)' for kind, n in found.typing.items())
+    inputs = ', '.join(f'{name} {list(shape) if shape else "of unknown shape"}' for name, shape in audit.images.items())
+    typing = ', '.join(f'{kind} ({n} nodes)' for kind, n in audit.typing.items())
     lines = [
-        f'{inputs}; opset {found.opset}; outside Q/DQ {typing}',
-        f'{sum(found.layers.values())} layers, {found.parameters / 1e6:.2f} M parameters, Q/DQ nodes {found.qdq[0]}/{found.qdq[1]}'
-        + (f', widths padded to multiples of {found.padded} (all figures with the padding)' if found.padded else ''),
+        f'{inputs}; opset {audit.opset}; outside Q/DQ {typing}',
+        f'{sum(audit.layers.values())} layers, {audit.parameters / 1e6:.2f} M parameters, Q/DQ nodes {audit.qdq[0]}/{audit.qdq[1]}'
+        + (f', widths padded to multiples of {audit.padded} (all figures with the padding)' if audit.padded else ''),
         '',
     ]
     rows: list[list[Any]] = []
     for what, unit, digits, of in (('convolutions', 1, 0, 'convs'), ('their GFLOPs', 1e9, 2, 'flops')):
-        share = coverage(found)[of]
+        share = coverage(audit)[of]
         rows.append(
             [
                 what,
@@ -179,19 +179,19 @@ def audit_text(found: Audit, limit: int | None = None) -> str:
         )
     lines += [markdown_table(('INT8 coverage', 'INT8', 'all', 'share'), rows), '']
     lines.append(
-        markdown_table(('finding', 'places'), [[FINDINGS[kind], n] for kind, n in finding_counts(found).items()])
+        markdown_table(('finding', 'places'), [[FINDINGS[kind], n] for kind, n in finding_counts(audit).items()])
     )
     lines += listed(
-        'In float, as it should be', [f'{c.name}: {c.reason}' for c in found.convs if c.reason in (HEAD, DFL)], limit
+        'In float, as it should be', [f'{c.name}: {c.reason}' for c in audit.convs if c.reason in (HEAD, DFL)], limit
     )
-    chosen = [c.name for c in found.convs if c.reason == CHOICE]
+    chosen = [c.name for c in audit.convs if c.reason == CHOICE]
     lines += listed('In float by choice', chosen, limit) if chosen else []
     lines += listed(
         f'For information: INT8 convolutions with channels (in, out per group) that are no multiples of {TILE}',
-        [f'{c.name}: {", ".join(map(str, c.channels or ()))}' for c in found.misaligned],
+        [f'{c.name}: {", ".join(map(str, c.channels or ()))}' for c in audit.misaligned],
         limit,
     )
     for kind, meaning in FINDINGS.items():
-        places = [f'{f.where}: {f.detail}' for f in found.findings if f.kind == kind]
+        places = [f'{f.where}: {f.detail}' for f in audit.findings if f.kind == kind]
         lines += listed(f'Finding, {meaning}', places, limit) if places else []
-    return '\n'.join([*lines, '', f'{len(found.findings) or "no"} findings'])
+    return '\n'.join([*lines, '', f'{len(audit.findings) or "no"} findings'])

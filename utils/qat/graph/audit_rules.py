@@ -176,15 +176,15 @@ def moves(graph: Graph) -> Iterator[Finding]:
 
 def _addends(graph: Graph, node: NodeProto) -> list[str]:
     """Return the addends of a sum in order; an Add that only this Add reads is part of the sum."""
-    found: list[str] = []
+    addends: list[str] = []
     waiting = [(name, node) for name in reversed(node.input)]
     while waiting:
         name, reader = waiting.pop()
         if graph.op(name) == 'Add' and _only_reader(graph, name) is reader:
             waiting += [(addend, graph.producer[name]) for addend in reversed(graph.producer[name].input)]
         elif name not in graph.fixed:
-            found.append(name)
-    return found
+            addends.append(name)
+    return addends
 
 
 def _only_reader(graph: Graph, name: str) -> NodeProto | None:
@@ -306,11 +306,11 @@ def open_ends(graph: Graph) -> Iterator[Finding]:
 
 def duplicates(graph: Graph) -> Iterator[Finding]:
     """Find the activations that are quantized twice with one scale. Weights may be: the builder folds them."""
-    found: dict[tuple[str, Any], list[str]] = {}
+    same: dict[tuple[str, Any], list[str]] = {}
     for node in graph.nodes:
         if node.op_type == 'QuantizeLinear' and node.input[0] not in graph.fixed:
-            found.setdefault((node.input[0], graph.scale(node)), []).append(name_of(node))
-    for (tensor, _), names in found.items():
+            same.setdefault((node.input[0], graph.scale(node)), []).append(name_of(node))
+    for (tensor, _), names in same.items():
         if len(names) > 1:
             yield Finding('duplicate', tensor, ', '.join(names))
 

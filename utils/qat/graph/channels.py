@@ -130,10 +130,10 @@ class Channels:
             self._fix(node.input)
         if all(name in self.graph.fixed for name in node.output):
             return []
-        found = self._common(node)
-        if found is None:
+        common = self._common(node)
+        if common is None:
             self._fix((*node.input, *node.output))
-        return found or []
+        return common or []
 
     def _counted(self, shape: str, whole: bool) -> bool:
         """Tell whether the number of channels in a shape counts for more than sizes that the padded graph has anew.
@@ -162,13 +162,13 @@ class Channels:
             return self._of_parts(node)
         if node.op_type == 'Concat' and len(data) < len(node.input):
             return None
-        [result, *others], start, found = results, 0, []
+        [result, *others], start, common = results, 0, []
         for name in data:
-            found.append(_Same(name, 0, result, start, self.number[name]))
+            common.append(_Same(name, 0, result, start, self.number[name]))
             start += self.number[name] * (node.op_type == 'Concat' and self.along(node))
         alike = all(self.rank(name) == self.rank(result) for name in data)
-        fits = start == self.number[result] or (start == 0 and all(s.length == self.number[result] for s in found))
-        return found if alike and fits and not others and self._is_known(node) else None
+        fits = start == self.number[result] or (start == 0 and all(s.length == self.number[result] for s in common))
+        return common if alike and fits and not others and self._is_known(node) else None
 
     def _is_known(self, node: NodeProto) -> bool:
         """Tell whether an operator computes each channel by itself, from stored constants if it has any."""
@@ -188,16 +188,16 @@ class Channels:
 
     def _of_parts(self, node: NodeProto) -> list[_Same] | None:
         """Slice and Split; along other axes all channels stay together."""
-        source, start, found = node.input[0], 0, []
+        source, start, parts = node.input[0], 0, []
         if node.op_type == 'Slice':
             begin = self.start(node)
             if begin is None:
                 return None
             start = begin
         for name in node.output:
-            found.append(_Same(name, 0, source, start, self.number[name]))
+            parts.append(_Same(name, 0, source, start, self.number[name]))
             start += self.number[name] * (node.op_type == 'Split' and self.along(node))
-        return found
+        return parts
 
     def _of_conv(self, node: NodeProto) -> list[_Same] | None:
         given, result = node.input[0], node.output[0]

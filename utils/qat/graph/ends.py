@@ -148,10 +148,10 @@ def add_standard(graph: GraphWriter, boxes: str, scores: str, nms: Nms, classes:
     kept = graph.node('ScatterND', [zeros, at, graph.node('GatherND', [scores, at])])  # [B, N, nc]
 
     # From here on sizes are fixed again. A detection's score is above its threshold, so above 0.
-    found, place = graph.node(
+    chosen, place = graph.node(
         'TopK', [graph.node('Flatten', [kept], axis=1), top], [END2END[2], f'/{SCOPE}/place'], axis=1
     )  # [B, K]
-    is_detection = graph.node('Greater', [found, graph.constant(0, np.float32)])
+    is_detection = graph.node('Greater', [chosen, graph.constant(0, np.float32)])
     graph.node('ReduceSum', [graph.node('Cast', [is_detection], to=TensorProto.INT32), one], END2END[:1])
     if nms.class_agnostic:
         box = graph.node('Unsqueeze', [place, two])  # [B, K, 1]: the index of a detection's box

@@ -47,15 +47,15 @@ def constants(model: ModelProto) -> dict[str, np.ndarray]:
         for a in node.attribute
         if a.name == 'value'
     )
-    found = {}
+    values = {}
     for name, tensor in stored.items():
         try:
-            found[name] = numpy_helper.to_array(tensor)
+            values[name] = numpy_helper.to_array(tensor)
         except (ValueError, TypeError, KeyError, MemoryError) as e:
             raise QatError(
                 f'constant {name[:100]}: its values are not those of its type and shape {list(tensor.dims)}; export the graph anew'
             ) from e
-    return found
+    return values
 
 
 def producers(model: ModelProto) -> dict[str, NodeProto]:
@@ -65,11 +65,11 @@ def producers(model: ModelProto) -> dict[str, NodeProto]:
 
 def readers(model: ModelProto) -> dict[str, list[tuple[NodeProto, int]]]:
     """Return {tensor name: [(node, position among its inputs), ...]} in the order of the graph, without its outputs."""
-    found: dict[str, list[tuple[NodeProto, int]]] = {}
+    by_name: dict[str, list[tuple[NodeProto, int]]] = {}
     for node in model.graph.node:
         for i, name in enumerate(node.input):
-            found.setdefault(name, []).append((node, i))
-    return found
+            by_name.setdefault(name, []).append((node, i))
+    return by_name
 
 
 def moved_inputs(node: NodeProto) -> range:
@@ -199,14 +199,14 @@ class Graph:
             for name in node.output:
                 self.uses(name)
 
-    def _count(self, found: C) -> C:
-        """Return `found`; QatError if there are too many paths."""
-        self._ways += len(found)
+    def _count(self, counted: C) -> C:
+        """Return `counted`; QatError if there are too many paths."""
+        self._ways += len(counted)
         if self._ways > MOST_WAYS:
             raise QatError(
                 f'more than {MOST_WAYS} ways through operators that only move values; no network is like that'
             )
-        return found
+        return counted
 
     def op(self, tensor: str) -> str | None:
         """Return the operator that produces a tensor; None for an input or a constant."""
@@ -221,24 +221,24 @@ class Graph:
         given = list(dict.fromkeys(self.producer[tensor].input[i] for i in moved))
         if tensor not in self.fixed:
             given = [name for name in given if name not in self.fixed]
-        found = [self._count(self.sources(name)) for name in given]
-        return found[0] if len(found) == 1 else frozenset().union(*found) or frozenset((tensor,))
+        sources = [self._count(self.sources(name)) for name in given]
+        return sources[0] if len(sources) == 1 else frozenset().union(*sources) or frozenset((tensor,))
 
     def uses(self, tensor: str) -> list[Use]:
         """Return the readers that get the values of a tensor, each once, through nodes that only move values.
 
         (None, 0) is the caller, for a graph output. Shape and Size are left out: they read no values.
         """
-        found: dict[tuple[int, int], Use] = {(0, 0): (None, 0)} if tensor in self.outputs else {}
+        uses: dict[tuple[int, int], Use] = {(0, 0): (None, 0)} if tensor in self.outputs else {}
         walked: set[int] = set()
         for node, i in self.readers.get(tensor, ()):
             if i in moved_inputs(node):
                 for name in node.output if id(node) not in walked else ():
-                    found.update(((id(n) if n else 0, j), (n, j)) for n, j in self._count(self.uses(name)))
+                    uses.update(((id(n) if n else 0, j), (n, j)) for n, j in self._count(self.uses(name)))
                 walked.add(id(node))
             elif node.op_type not in ('Shape', 'Size'):
-                found[id(node), i] = node, i
-        return list(found.values())
+                uses[id(node), i] = node, i
+        return list(uses.values())
 
     def by_choice(self, node: NodeProto | None) -> bool:
         """Tell whether `node` (None: the caller) is in float because the user left it so."""
@@ -249,14 +249,14 @@ class Graph:
 
         A reader that is in float by choice does not count.
         """
-        found: dict[Any, list[str]] = {}
+        by_use: dict[Any, list[str]] = {}
         for node, _ in self.uses(tensor):
             scale = self.scale(node) if node is not None and node.op_type == 'QuantizeLinear' else None
             if scale is None and self.by_choice(node):
                 continue
             form = FLOAT if scale is None else scale
-            found.setdefault(form, []).append(name_of(node) if node else 'graph output')
-        return found
+            by_use.setdefault(form, []).append(name_of(node) if node else 'graph output')
+        return by_use
 
     def scale(self, node: NodeProto) -> Any:
         """Return the scale of a Q or DQ: a number, a tuple per channel, or the tensor's name if it is no constant."""
@@ -283,18 +283,18 @@ class Graph:
     @cached_property
     def ends(self) -> set[str]:
         """Names of the tensors that neither a Q nor a convolution (except DFL) follows."""
-        found = {''}
+        ends = {''}
         for node in reversed(self.nodes):
             for name in node.output:
                 behind = [n for n, _ in self.readers.get(name, ())]
                 if all(
                     n.op_type != 'QuantizeLinear'
                     and (n.op_type not in CONVS or self.is_dfl(n))
-                    and found.issuperset(n.output)
+                    and ends.issuperset(n.output)
                     for n in behind
                 ):
-                    found.add(name)
-        return found
+                    ends.add(name)
+        return ends
 
     @cached_property
     def quantized_behind(self) -> set[int]:
@@ -302,16 +302,16 @@ class Graph:
 
         Adds in between count as one sum, together with their activation.
         """
-        found: set[int] = set()
+        quantizers: set[int] = set()
         for node in reversed(self.nodes):
             behind = [n for n, _ in self.uses(node.output[0]) if n is not None]
             between = {'Add', *ACTIVATIONS} if node.op_type == 'Add' else {'Add'}
             if any(
-                n.op_type == 'QuantizeLinear' or self.by_choice(n) or (n.op_type in between and id(n) in found)
+                n.op_type == 'QuantizeLinear' or self.by_choice(n) or (n.op_type in between and id(n) in quantizers)
                 for n in behind
             ):
-                found.add(id(node))
-        return found
+                quantizers.add(id(node))
+        return quantizers
 
     def activation_of(self, node: NodeProto) -> str | None:
         """Return the tensor x if a node ends an activation function of x, such as SiLU, x * Sigmoid(x); else None."""

@@ -100,10 +100,10 @@ def _require_shapes(model: ModelProto, channels: Channels) -> None:
 
 def spread(values: np.ndarray, layout: Layout, axis: int, fill: float | None = 0) -> np.ndarray:
     """Arrange values along an axis by a layout. New ones are `fill`, None for the first value."""
-    found = values.take(np.where(layout == NEW, 0, layout), axis)
+    wide = values.take(np.where(layout == NEW, 0, layout), axis)
     if fill is not None:
-        found[(slice(None),) * axis + (layout == NEW,)] = fill
-    return found
+        wide[(slice(None),) * axis + (layout == NEW,)] = fill
+    return wide
 
 
 class _Padder:

@@ -116,12 +116,12 @@ def quantize_moves(model: ModelProto) -> ModelProto:
         return tuple(values[name].tobytes() for name in node.input[1:3])
 
     def demanded(move: NodeProto) -> dict[Any, NodeProto]:
-        found: dict[Any, NodeProto] = {None: move} if outputs.intersection(move.output) else {}
+        grids: dict[Any, NodeProto] = {None: move} if outputs.intersection(move.output) else {}
         for reader in (r for name in move.output for r, _ in read_by.get(name, ())):
             per_tensor = reader.op_type == 'QuantizeLinear' and values[reader.input[1]].size == 1
             if reader.op_type != 'Shape':  # which reads no values
-                found.setdefault(grid(reader) if per_tensor else None, reader)
-        return found
+                grids.setdefault(grid(reader) if per_tensor else None, reader)
+        return grids
 
     def given(move: NodeProto) -> dict[int, Any]:
         sources = {i: made_by.get(move.input[i]) for i in moved_inputs(move) if move.input[i] not in values}
@@ -281,8 +281,13 @@ def absorb_relus(model: ModelProto) -> ModelProto:
         return limit == float('inf') or (scale is not None and bool((np.rint(limit / scale) >= most).all()))
 
     def keep(node: NodeProto) -> bool:
-        found, limit = [reader for reader, _ in read.get(node.output[0], ())], limit_of(node)
-        if limit < 0 or node.output[0] in outputs or not found or not all(saturates(each, limit) for each in found):
+        readers_of, limit = [reader for reader, _ in read.get(node.output[0], ())], limit_of(node)
+        if (
+            limit < 0
+            or node.output[0] in outputs
+            or not readers_of
+            or not all(saturates(each, limit) for each in readers_of)
+        ):
             return True
         renamed[node.output[0]] = node.input[0]
         return False

@@ -51,8 +51,8 @@ def infer(model: onnx.ModelProto) -> tuple[Types, dict[str, np.ndarray]]:
         if evaluated < MOST_EVALUATED and _is_arithmetic(node, known, types, constant):
             constant.update(_evaluate(model, node, types, constant))
             evaluated += 1
-    found = {name: (t.tensor_type.elem_type, shape) for name, t in types.items() if (shape := _shape(t)) is not None}
-    return found, {name: numpy_helper.to_array(tensor) for name, tensor in constant.items()}
+    inferred = {name: (t.tensor_type.elem_type, shape) for name, t in types.items() if (shape := _shape(t)) is not None}
+    return inferred, {name: numpy_helper.to_array(tensor) for name, tensor in constant.items()}
 
 
 def _shape(type_: TypeProto) -> tuple[int, ...] | None:

@@ -55,7 +55,7 @@ def plot_ap(path: Path, state: State) -> None:
         against = [e.against_float for e in state.epochs if e.against_float]
         level = of[FLOAT]
         if against and not math.isnan(level):
-            half_width = max((found['mask'] if part else found)['chance'] for found in against)
+            half_width = max((change['mask'] if part else change)['chance'] for change in against)
             label = f'{part}confidence interval around float, ± {100 * half_width:.2f} points'
             axes.axhspan(level - half_width, level + half_width, color=colour, alpha=0.12, linewidth=0, label=label)
         for name, style in ((FLOAT, '-'), (PTQ, '--')):
@@ -95,11 +95,11 @@ class RunTable:
             *(f'{part} dB' for part in self.parts),
         )
 
-    def against_float(self, found: Change | None) -> list[str]:
+    def against_float(self, change: Change | None) -> list[str]:
         """Format a difference of AP from the float model in points, with its interval; '-' if unknown."""
-        if not found:
+        if not change:
             return ['-'] * (1 + self.columns.masks)
-        return [in_points(part) for part in boxes_and_masks(found)]
+        return [in_points(part) for part in boxes_and_masks(change)]
 
     def row(self, *stages: Stage | None, against: Change | None = None) -> list[str]:
         """Format a model, or the mean of several; `against`: its difference from the float model, where it is not the stage's own."""
@@ -204,9 +204,9 @@ def conclusions(state: State) -> list[str]:
         differences[f'{adapted_title(state)} against float'.capitalize()] = adapted.against_float
         differences[f'INT8 against {adapted_title(state)}'] = state.against_adapted
     said = [
-        f'{what}: {in_words(found, title)} on these {state.images[images]} images.'
-        for what, found in {'INT8 against float': against, **differences}.items()
-        if found
+        f'{what}: {in_words(change, title)} on these {state.images[images]} images.'
+        for what, change in {'INT8 against float': against, **differences}.items()
+        if change
     ]
     if best and not best.epoch:
         said.append('Fine-tuning did not help: no epoch scores higher than PTQ, which is delivered.')
@@ -228,12 +228,12 @@ def export_of_run(folder: Path, settings: dict[str, Any]) -> str:
 
 def calibration_text(calibration: dict[str, Any]) -> str:
     """State how the ranges were chosen, with a table of the compared divergences."""
-    found, method = calibration['divergence'], calibration['method']
+    divergences, method = calibration['divergence'], calibration['method']
     chosen = f'Ranges of activations by {method}, {"no bias corrected" if calibration["biases"] == "none" else "biases corrected"}'
-    if not found:
+    if not divergences:
         return escaped(f'{chosen}.')
-    kept = min(found, key=found.get)
-    rows = [(name, f'{value:.5f}', 'chosen' if name == kept else '') for name, value in found.items()]
+    kept = min(divergences, key=divergences.get)
+    rows = [(name, f'{value:.5f}', 'chosen' if name == kept else '') for name, value in divergences.items()]
     return (
         f'{escaped(chosen)}: of the compared calibrations the one whose outputs are closest to those of the float model '
         f'(divergence 0: the same), on images that nothing was fitted to:\n\n{markdown_table(("calibration", "divergence", ""), rows)}'

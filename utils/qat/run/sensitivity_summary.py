@@ -95,7 +95,7 @@ def plot_sensitivity(path: Path, summary: dict[str, Any], task: Task) -> None:
         yscale='log',
         xlim=(-1, len(units)),
         xlabel='unit',
-        ylabel=f'divergence of the {task.found}',
+        ylabel=f'divergence of the {task.results}',
         title=f'{literal(summary["weights"])}: each unit alone {change_in(summary)}, {summary["images"]} images',
     )
     axes.grid(axis='y', alpha=0.3)
@@ -198,8 +198,8 @@ def summary_table(summary: dict[str, Any], task: Task, limit: int | None = None)
     in_int8 = change_in(summary) == 'in INT8'
 
     def gain(unit: dict[str, Any]) -> str:
-        found = (unit['measured'] or {}).get('without', {}).get('against_int8')
-        return in_points(found) if found else '-'
+        change = (unit['measured'] or {}).get('without', {}).get('against_int8')
+        return in_points(change) if change else '-'
 
     def measured(unit: dict[str, Any], way: str) -> str:
         return f'{unit["measured"][way]["divergence"]:.2g}' if unit['measured'] else '-'
@@ -235,7 +235,7 @@ def write_summary(folder: Path, summary: dict[str, Any], task: Task, following: 
     (key, title), settings = task.metrics.choosing(), summary['settings']
     lines = [
         f'{len(summary["units"])} units ({settings["granularity"]}), {summary["images"]} images '
-        f'{task.seen_as(settings["imgsz"], True)}. Divergence of the {task.found} from '
+        f'{task.seen_as(settings["imgsz"], True)}. Divergence of the {task.results} from '
         f"the float model's with all {change_in(summary)}: {summary['int8']['divergence']:.2g}."
     ]
     if key in summary['int8']:
@@ -256,7 +256,7 @@ def write_summary(folder: Path, summary: dict[str, Any], task: Task, following: 
         else ''
     )
     headline = (
-        f'{first["unit"]} costs most: alone {change_in(summary)} it changes the {task.found} by {first["distortion"]:.2g}, all units together by '
+        f'{first["unit"]} costs most: alone {change_in(summary)} it changes the {task.results} by {first["distortion"]:.2g}, all units together by '
         f'{whole["divergence"]:.2g}{cost}.'
     )
     write_document(

@@ -170,10 +170,10 @@ class State:
 
     def to_json(self) -> dict[str, Any]:
         """Return the fields as plain values, but for the arrays and tensors of `resampled` and `training`."""
-        found = {name: _plain(value) for name, value in vars(self).items()}
+        content = {name: _plain(value) for name, value in vars(self).items()}
         if self.adapted:
-            found['adapted'].setdefault('loss', None)  # of functions that need no learning
-        return found
+            content['adapted'].setdefault('loss', None)  # of functions that need no learning
+        return content
 
     @classmethod
     def of(cls, values: dict[str, Any]) -> 'State':

@@ -26,7 +26,7 @@ class Classification(Task):
 
     name = 'classify'
     title = 'a classifier'
-    found = 'scores'
+    results = 'scores'
     boxes = False
     augments = False
     imgsz = (224, 224)
@@ -126,10 +126,10 @@ class Classification(Task):
 
         return compare_classes
 
-    def lines(self, found: Sequence[torch.Tensor], names: Mapping[int, str], top: int) -> list[Any]:
+    def lines(self, results: Sequence[torch.Tensor], names: Mapping[int, str], top: int) -> list[Any]:
         from utils.qat.evaluation.side_by_side import class_lines
 
-        return class_lines(found, names, top)
+        return class_lines(results, names, top)
 
 
 TASK = Classification()

@@ -30,7 +30,7 @@ class Detection(Task):
 
     name = 'detect'
     title = 'a detector'
-    found = 'detections'
+    results = 'detections'
     takes = 'a data YAML with train:, val: and names:'
     placeholder = 'DATA.yaml'
     parts: tuple[str, ...] = ('boxes', 'classes')
@@ -111,10 +111,10 @@ class Detection(Task):
 
         return compare_detections
 
-    def lines(self, found: Sequence[torch.Tensor], names: Mapping[int, str], top: int) -> list[Any]:
+    def lines(self, results: Sequence[torch.Tensor], names: Mapping[int, str], top: int) -> list[Any]:
         from utils.qat.evaluation.side_by_side import detection_lines
 
-        return detection_lines(found, names, top)
+        return detection_lines(results, names, top)
 
 
 TASK = Detection()

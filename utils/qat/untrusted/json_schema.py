@@ -50,8 +50,10 @@ def misfit(value: object, kind: object, place: str = '') -> str | None:
 def _wrong(value: Any, kind: Any) -> str | None:
     """Return the place of a misfit from `value` on, such as '[2].ap'; '' for `value` itself."""
     if isinstance(kind, tuple):
-        found = [_wrong(value, k) for k in kind]
-        return None if None in found else max(filter(None, found), key=len, default='')  # of the kind that fits best
+        misfits = [_wrong(value, k) for k in kind]
+        return (
+            None if None in misfits else max(filter(None, misfits), key=len, default='')
+        )  # of the kind that fits best
     if isinstance(kind, list):
         if type(value) is not list:
             return ''

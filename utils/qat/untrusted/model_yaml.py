@@ -174,16 +174,16 @@ def _wrong_layer(name: str) -> str | None:
 
     if not name.isidentifier():
         return f'{_shown(name)} is no name of a layer'
-    found = getattr(yolo, name, None)
-    if found is None:
+    cls = getattr(yolo, name, None)
+    if cls is None:
         return f'this YOLOv9 tree has no layer {name[:60]}'
-    if not (isinstance(found, type) and issubclass(found, torch.nn.Module) and found.__module__ in TREE):
+    if not (isinstance(cls, type) and issubclass(cls, torch.nn.Module) and cls.__module__ in TREE):
         return f'{name} is no layer that is defined in {", ".join(TREE)}, nor one of {", ".join(sorted(PYTORCH))}'
     if name in LAYERS:
         return None
-    if any(base.__name__ in WHOLE_MODELS for base in found.__mro__):
+    if any(base.__name__ in WHOLE_MODELS for base in cls.__mro__):
         return f'{name} is a whole model'
-    functions = [value for base in found.__mro__ if base.__module__ in TREE for value in vars(base).values()]
+    functions = [value for base in cls.__mro__ if base.__module__ in TREE for value in vars(base).values()]
     called = NOT_CALLED.intersection(used for function in functions for used in _names_used(function))
     return f'{name} calls {min(called)}, which no layer needs' if called else None
 

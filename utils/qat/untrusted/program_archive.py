@@ -96,10 +96,10 @@ def read_program(path: str | Path, flag: str = '--weights') -> tuple[dict[str, b
 
 def read_metadata(text: bytes) -> dict[str, str]:
     """Read the metadata that export_qat.py stores in a .pt2 file: JSON of texts. Raises Refused for anything else."""
-    found = _json(text)
-    if type(found) is not dict or not all(type(value) is str for value in found.values()):
+    content = _json(text)
+    if type(content) is not dict or not all(type(value) is str for value in content.values()):
         raise Refused('its metadata are not a table of texts')
-    return found
+    return content
 
 
 def _json(text: bytes) -> Any:
@@ -136,8 +136,8 @@ def _checked_graph(program: Any) -> Any:
 def _require_texts(value: object, key: str = '') -> None:
     """Check all text in a value of JSON, found under `key`; Refused for text that is no name."""
     if isinstance(value, dict):
-        if found := REFUSED & value.keys():
-            raise Refused(f'it has {min(found)}, which none of our programs has')
+        if refused := REFUSED & value.keys():
+            raise Refused(f'it has {min(refused)}, which none of our programs has')
         for name, part in value.items():
             _require_texts(name)
             _require_texts(part, name)

@@ -253,11 +253,11 @@ def plain_archive(path: str | Path, members: re.Pattern[str], needed: str) -> di
     """
     with open(path, 'rb') as file:
         content = memoryview(file.read())
-        found, sums = _members(file, content, members, needed)
-    for name, data in found.items():
+        stored, sums = _members(file, content, members, needed)
+    for name, data in stored.items():
         if zlib.crc32(data) != sums[name]:
             raise zipfile.BadZipFile(f'{name} inside is damaged')
-    return found
+    return stored
 
 
 def _members(
@@ -275,7 +275,7 @@ def _members(
         infos, last = sorted(archive.infolist(), key=lambda info: info.header_offset), archive.start_dir
     if not any(info.filename.endswith(f'/{needed}') for info in infos):
         raise zipfile.BadZipFile('no pickled data inside' if needed == 'data.pkl' else f'no {needed} inside')
-    found: dict[str, memoryview] = {}
+    stored: dict[str, memoryview] = {}
     sums: dict[str, int] = {}
     folders: set[str] = set()
     end = 0
@@ -294,21 +294,21 @@ def _members(
             raise Refused(
                 f'its member {info.filename[:60]!r} is compressed or encrypted, which torch.save does not do; {AGAIN}'
             )
-        if stat.S_IFMT(info.external_attr >> 16) not in (0, stat.S_IFREG) or name in found:
+        if stat.S_IFMT(info.external_attr >> 16) not in (0, stat.S_IFREG) or name in stored:
             raise Refused(f'its member {info.filename[:60]!r} is a link, or is there twice')
         if info.header_offset < end or start + info.file_size > last:
             raise zipfile.BadZipFile(f'{info.filename[:60]!r} reaches into another member')
         end = start + info.file_size
-        found[name], sums[name] = content[start:end], info.CRC
+        stored[name], sums[name] = content[start:end], info.CRC
     if len(folders) > 1:
         raise Refused('its members are in more than one folder')
-    if needed == 'data.pkl' and len(found['data.pkl']) > MOST_PICKLE:
+    if needed == 'data.pkl' and len(stored['data.pkl']) > MOST_PICKLE:
         raise Refused(
-            f'its pickle has {len(found["data.pkl"]) / 1e6:.0f} MB, at most {MOST_PICKLE / 1e6:.0f} MB are read'
+            f'its pickle has {len(stored["data.pkl"]) / 1e6:.0f} MB, at most {MOST_PICKLE / 1e6:.0f} MB are read'
         )
-    if bytes(found.get('byteorder', b'little')) != b'little':
+    if bytes(stored.get('byteorder', b'little')) != b'little':
         raise Refused(f'it was written by a big-endian machine; on that one, {AGAIN}')
-    return found, sums
+    return stored, sums
 
 
 def _start(info: zipfile.ZipInfo, content: memoryview) -> int:

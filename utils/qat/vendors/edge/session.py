@@ -42,11 +42,11 @@ class Edge(LiteRT):
     def __init__(self, file: Path, device: torch.device) -> None:
         super().__init__(file, device)
         self.names = LAYOUTS.get(self.metadata.get('layout', ''), ())
-        found = {output['name']: output for output in self.outputs}
+        by_name = {output['name']: output for output in self.outputs}
         spare = self.metadata.get('spare', '0')
-        if found.keys() != {*self.names} or spare not in ('0', '1'):
-            raise QatError(f'{file}: its outputs are {", ".join(found)}, not those of its layout; {AGAIN}')
-        self.found, self.spare = found, int(spare)
+        if by_name.keys() != {*self.names} or spare not in ('0', '1'):
+            raise QatError(f'{file}: its outputs are {", ".join(by_name)}, not those of its layout; {AGAIN}')
+        self.details, self.spare = by_name, int(spare)
         self.sigmoid = self.metadata.get('sigmoid') == 'True'
 
     @staticmethod
@@ -57,7 +57,7 @@ class Edge(LiteRT):
     @override
     def signature(self) -> Signature:
         batch, height, width, _ = self.inputs[0]['shape'].tolist()
-        classes = self.found[self.names[1]]['shape'].tolist()[-1] - self.spare
+        classes = self.details[self.names[1]]['shape'].tolist()[-1] - self.spare
         number = sum((height // stride) * (width // stride) for stride in STRIDES)
         return Signature(
             {'images': [batch, 3, height, width]}, {'output0': [batch, 4 + classes, number]}, self.metadata
@@ -65,13 +65,13 @@ class Edge(LiteRT):
 
     def integers(self) -> dict[str, torch.Tensor]:
         """Return the outputs as they are in the file, INT8, by the names of LAYOUTS."""
-        return {name: torch.from_numpy(self.model.get_tensor(self.found[name]['index'])) for name in self.names}
+        return {name: torch.from_numpy(self.model.get_tensor(self.details[name]['index'])) for name in self.names}
 
     @override
     def compute(self) -> dict[str, torch.Tensor]:
         """Compute predictions for the images of `give`."""
         self.invoke()
-        floats = {name: values_of(values.numpy(), self.found[name]) for name, values in self.integers().items()}
+        floats = {name: values_of(values.numpy(), self.details[name]) for name, values in self.integers().items()}
         predictions = decode(floats, self.size[::-1], self.sigmoid)
         return {'output0': predictions[:, : predictions.shape[1] - self.spare].to(self.device)}
 

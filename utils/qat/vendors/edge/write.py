@@ -119,11 +119,11 @@ def raw_model(model: Network, sigmoid: bool = False, spare: bool = False) -> Net
     return model.eval()
 
 
-def within_a_step(found: dict[str, torch.Tensor], wanted: Sequence[torch.Tensor], tensors: dict[str, Any]) -> float:
+def within_a_step(integers: dict[str, torch.Tensor], wanted: Sequence[torch.Tensor], tensors: dict[str, Any]) -> float:
     """Compute the share of integers that are at most one step from those that PyTorch simulates."""
     near = [
         (values - simulated / tensors[name]['scale'] - tensors[name]['zero_point']).abs() < 1.5
-        for (name, values), simulated in zip(found.items(), wanted)
+        for (name, values), simulated in zip(integers.items(), wanted)
     ]
     return torch.cat([each.flatten() for each in near]).float().mean().item()
 
@@ -136,8 +136,8 @@ def write_heads(
     with atomic(file) as tmp:
         graph = traced_graph(raw, images, tmp, names, target, opset=opset)
         checked(set_metadata(graph, **metadata), tmp)
-        found = open_session(tmp, CPU, 'onnxruntime').run({'images': images})
-        maps = {name: found[name].permute(0, 2, 3, 1) for name in names}
+        computed = open_session(tmp, CPU, 'onnxruntime').run({'images': images})
+        maps = {name: computed[name].permute(0, 2, 3, 1) for name in names}
         predictions = decode(maps, images.shape[2:], metadata['sigmoid'])
         reference.require_agreement(predictions, 'ONNX Runtime', 'FP32')
 

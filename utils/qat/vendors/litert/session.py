@@ -56,7 +56,7 @@ def read_metadata(file: Path) -> dict[str, str]:
     """Read the metadata of an export as texts, by key; {} if there are none or they cannot be read."""
     try:
         with zipfile.ZipFile(file) as archive, archive.open(METADATA) as member:
-            found = json.loads(member.read(LARGEST_METADATA))
+            content = json.loads(member.read(LARGEST_METADATA))
     except (
         *(zipfile.BadZipFile, zlib.error, KeyError, ValueError),
         *(NotImplementedError, RuntimeError, EOFError, RecursionError),
@@ -69,7 +69,7 @@ def read_metadata(file: Path) -> dict[str, str]:
         )  # classes, whose numbers JSON made texts
         return str({int(key): name for key, name in value.items()} if named else value)
 
-    return {key: text(value) for key, value in found.items()} if isinstance(found, dict) else {}
+    return {key: text(value) for key, value in content.items()} if isinstance(content, dict) else {}
 
 
 def _require_running(file: Path) -> None:
@@ -177,15 +177,15 @@ class LiteRT(Session):
     def compute(self) -> dict[str, torch.Tensor]:
         """Compute the outputs for the images of `give`, see `run`."""
         self.invoke()
-        found = {}
+        results = {}
         for name, output in zip(OUTPUTS, self.outputs):
             values = values_of(self.model.get_tensor(output['index']), output)
             if values.dim() == 3:
                 values[:, :4] *= torch.tensor(self.size * 2).view(4, 1)
             if values.dim() == 4 and self.channels_last:
                 values = values.permute(0, 3, 1, 2)
-            found[name] = values.to(self.device)
-        return found
+            results[name] = values.to(self.device)
+        return results
 
 
 def _stored(values: torch.Tensor, tensor: dict[str, Any]) -> np.ndarray:
@@ -231,11 +231,11 @@ class MeasuredLiteRT(Measured):
     def describe(file: Path) -> ModelFile:
         """Describe a .tflite file."""
         session = LiteRT(file, torch.device('cpu'))
-        found = session.signature()
-        inputs: OpenInputs = {name: (torch.float32, tuple(shape)) for name, shape in found.inputs.items()}
+        signature = session.signature()
+        inputs: OpenInputs = {name: (torch.float32, tuple(shape)) for name, shape in signature.inputs.items()}
         floats = any(each['dtype'] is np.float32 for each in (*session.inputs, *session.outputs))
         types = ' and '.join(['INT8'] * bool(session.int8) + ['FP32'] * floats)
-        return ModelFile(file, inputs, types, task=found.metadata.get('task', ''))
+        return ModelFile(file, inputs, types, task=signature.metadata.get('task', ''))
 
 
 MEASURED = MeasuredLiteRT

@@ -68,8 +68,8 @@ class OnChannelsLast(nn.Module):
         """Predict for images FP32 [B, H, W, 3], in 0..1 or normalized as the task wants them: a classifier's logits, predictions, or predictions and prototypes."""
         # The clamp changes no image: without it the converter leaves out the Q of the images, and the file takes INT8
         with PoolsAsConvolutions() if self.quantized else nullcontext():
-            found = self.model(images.clamp(*self.limits).permute(0, 3, 1, 2))
-        predictions, *prototypes = found if isinstance(found, (tuple, list)) else (found,)
+            result = self.model(images.clamp(*self.limits).permute(0, 3, 1, 2))
+        predictions, *prototypes = result if isinstance(result, (tuple, list)) else (result,)
         if predictions.dim() == 2:
             return predictions
         predictions = torch.cat((predictions[:, :4] * self.relative, predictions[:, 4:]), 1)

@@ -65,8 +65,8 @@ def run_graph(model: onnx.ModelProto, values: Mapping[str, torch.Tensor]) -> lis
         'ONNX Runtime cannot run the exported graph', Exception, most=300
     ):  # its errors share no public base
         session = onnx_session(model.SerializeToString())
-        found = session.run(None, {name: value.cpu().numpy() for name, value in values.items()})
-        return list(map(torch.from_numpy, found))
+        results = session.run(None, {name: value.cpu().numpy() for name, value in values.items()})
+        return list(map(torch.from_numpy, results))
 
 
 class OnnxRuntime(Session):

@@ -59,7 +59,7 @@ class CompiledLayer:
 
 def layers_of(compiled: openvino.CompiledModel, ms: dict[str, float] | None = None) -> list[CompiledLayer]:
     """Return the layers of a compiled model that depend on its inputs, in the order in which they run. ms: name of a layer → its time."""
-    found: dict[str, CompiledLayer] = {}
+    by_name: dict[str, CompiledLayer] = {}
     for op in compiled.get_runtime_model().get_ordered_ops():
         info = op.get_rt_info()
         text = {
@@ -68,9 +68,9 @@ def layers_of(compiled: openvino.CompiledModel, ms: dict[str, float] | None = No
         }
         name = op.get_friendly_name()
         sources = dict.fromkeys(value.get_node().get_friendly_name() for value in op.input_values())
-        if text['layerType'] != 'Input' and not found.keys() & sources:
+        if text['layerType'] != 'Input' and not by_name.keys() & sources:
             continue  # a constant, or computed from constants
-        layer = found[name] = CompiledLayer(
+        layer = by_name[name] = CompiledLayer(
             name,
             text['layerType'],
             text['runtimePrecision'],
@@ -79,10 +79,10 @@ def layers_of(compiled: openvino.CompiledModel, ms: dict[str, float] | None = No
             [part for part in text['originalLayersNames'].split(',') if part],
             ms=(ms or {}).get(name),
         )
-        layer.takes = [found[source] for source in sources if source in found]
+        layer.takes = [by_name[source] for source in sources if source in by_name]
         for source in layer.takes:
             source.readers.append(layer)
-    return list(found.values())
+    return list(by_name.values())
 
 
 def quantized_convs(model: openvino.Model) -> dict[str, bool]:
@@ -150,7 +150,7 @@ def _reencodes(layer: CompiledLayer) -> bool:
     return only and layer.returns in INTEGERS and any(s.integer or s.returns in INTEGERS for s in layer.takes)
 
 
-def plain_layers(found: Int8Layers, reasons: dict[str, str]) -> dict:
+def plain_layers(layers: Int8Layers, reasons: dict[str, str]) -> dict:
     """Return an Int8Layers as dicts and lists. reasons: name of a convolution → why it is in float in the file."""
 
     def described(layer: CompiledLayer) -> dict:
@@ -164,11 +164,11 @@ def plain_layers(found: Int8Layers, reasons: dict[str, str]) -> dict:
         }
 
     return {
-        'convolutions': {'int8': found.int8, 'all': len(found.convs)},
-        'float by design': {layer.name: _why(layer, reasons) for layer in found.by_design},
-        'float, should be INT8': [described(layer) for layer in (*found.lost, *found.moves)],
-        're-encoded': [described(layer) for layer in found.reencoded],
-        'layers': [described(layer) for layer in run_layers(found.layers)],
+        'convolutions': {'int8': layers.int8, 'all': len(layers.convs)},
+        'float by design': {layer.name: _why(layer, reasons) for layer in layers.by_design},
+        'float, should be INT8': [described(layer) for layer in (*layers.lost, *layers.moves)],
+        're-encoded': [described(layer) for layer in layers.reencoded],
+        'layers': [described(layer) for layer in run_layers(layers.layers)],
     }
 
 
@@ -177,9 +177,9 @@ def _why(layer: CompiledLayer, reasons: dict[str, str]) -> str:
     return next((reasons[name] for name in (layer.name, *layer.operators) if name in reasons), 'its weight is float')
 
 
-def layers_text(found: Int8Layers, reasons: dict[str, str], limit: int | None = None) -> str:
+def layers_text(layers: Int8Layers, reasons: dict[str, str], limit: int | None = None) -> str:
     """Format an Int8Layers as text: a table of the time, then each list with its first `limit` places (None = all)."""
-    ran = run_layers(found.layers)
+    ran = run_layers(layers.layers)
     whole = sum(layer.ms or 0 for layer in ran) or 1
     groups: dict[tuple[str, str], list[CompiledLayer]] = {}
     for layer in ran:
@@ -194,14 +194,14 @@ def layers_text(found: Int8Layers, reasons: dict[str, str], limit: int | None = 
         return f'{layer.name}: {layer.kind} of {", ".join(source.returns for source in layer.takes)} to {layer.returns}, {layer.ms or 0:.3f} ms'
 
     lists = {
-        'In float, as the file has it': [f'{layer.name}: {_why(layer, reasons)}' for layer in found.by_design],
+        'In float, as the file has it': [f'{layer.name}: {_why(layer, reasons)}' for layer in layers.by_design],
         'In float, though quantized in the file': [
             f'{layer.name}: {layer.kind} in {layer.precision} by {layer.kernel}, {layer.ms or 0:.3f} ms'
-            for layer in (*found.lost, *found.moves)
+            for layer in (*layers.lost, *layers.moves)
         ],
-        'Re-encoded between INT8 layers': [changed(layer) for layer in found.reencoded],
+        'Re-encoded between INT8 layers': [changed(layer) for layer in layers.reencoded],
     }
-    lines = [str(found), '', markdown_table(('layer', 'computes in', 'number', 'ms', 'share'), rows)]
+    lines = [str(layers), '', markdown_table(('layer', 'computes in', 'number', 'ms', 'share'), rows)]
     for title, places in lists.items():
         lines += listed(title, places, limit)
     return '\n'.join(lines)

@@ -83,10 +83,10 @@ def _from_onnx(model: onnx.ModelProto, file: Path) -> openvino.Model:
     with naming(file):
         source = for_openvino(model).SerializeToString()
     with refusing(file, 'read it', 'export it with export_qat.py'):
-        found = one_core().read_model(source)
-    for port, output in zip(found.outputs, model.graph.output):
+        network = one_core().read_model(source)
+    for port, output in zip(network.outputs, model.graph.output):
         port.get_tensor().set_names({output.name})  # drops other names, of nodes
-    return found
+    return network
 
 
 def _whole(file: Path) -> Path:

@@ -119,8 +119,8 @@ def metadata_yaml(source: Path, model: str) -> str:
         except (ValueError, SyntaxError):
             return text
 
-    found = onnx.load(source, load_external_data=False).metadata_props
-    return f'# {model}, by yolov9-qat\n' + yaml.safe_dump({p.key: value(p.value) for p in found}, allow_unicode=True)
+    entries = onnx.load(source, load_external_data=False).metadata_props
+    return f'# {model}, by yolov9-qat\n' + yaml.safe_dump({p.key: value(p.value) for p in entries}, allow_unicode=True)
 
 
 class OpenVINOFormat(Format):
@@ -169,11 +169,11 @@ class OpenVINOFormat(Format):
         """Raise QatError unless the outputs of the new files are PyTorch's, on made images. source: the ONNX graph."""
         batch, _, *imgsz = shape_of(source.graph.input[0])
         reference = Reference(export.predict.model, batch, imgsz)
-        found = FileModel(session)(reference.images)
+        computed = FileModel(session)(reference.images)
         if session.saturates:
             LOGGER.warning(f'{OVERFLOW}; so the file is written without a comparison with PyTorch')
             return
-        reference.require_agreement(found, 'OpenVINO', 'FP16' if typed_half(export) else 'FP32')
+        reference.require_agreement(computed, 'OpenVINO', 'FP16' if typed_half(export) else 'FP32')
 
 
 class OpenVINOEnd2end(OpenVINOFormat):
@@ -209,8 +209,10 @@ class OpenVINOEnd2end(OpenVINOFormat):
         names = [o.name for o in outputs]
         part = one_core().read_model(nms_part(source, names).SerializeToString())
         compiled = one_core().compile_model(part, 'CPU', session.settings)
-        found = compiled(dict(zip(names, (t.numpy() for t in made))))
-        require_detections([torch.from_numpy(found[port]) for port in compiled.outputs], made, nms, pooling, 'OpenVINO')
+        computed = compiled(dict(zip(names, (t.numpy() for t in made))))
+        require_detections(
+            [torch.from_numpy(computed[port]) for port in compiled.outputs], made, nms, pooling, 'OpenVINO'
+        )
 
 
 FORMAT, END2END = OpenVINOFormat(), OpenVINOEnd2end()

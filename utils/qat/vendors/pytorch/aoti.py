@@ -34,10 +34,10 @@ def package_metadata(file: Path) -> dict[str, str]:
     """
     with reporting(f'--weights {file}: no package of AOTInductor, or cut short', *DAMAGED, remedy=AGAIN):
         parts = plain_archive(file, MEMBERS, 'archive_format')  # not compressed, so its stated sizes are true
-        found = [part for name, part in parts.items() if PART.fullmatch(name)]
-        if not found:
+        texts = [part for name, part in parts.items() if PART.fullmatch(name)]
+        if not texts:
             raise zipfile.BadZipFile('no metadata inside')
-        return read_metadata(bytes(found[0]))
+        return read_metadata(bytes(texts[0]))
 
 
 def compiled_layers(file: Path) -> tuple[int, int]:

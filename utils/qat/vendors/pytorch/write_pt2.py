@@ -40,8 +40,8 @@ class Deployed(nn.Module):
 
     def forward(self, images: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """Predict for images FP32 [B, 3, H, W]: output0, and of a segmentation model output1; see onnx.export_onnx."""
-        found = self.model(images.to(self.dtype))
-        return tuple(part.float() for part in (found if isinstance(found, (tuple, list)) else (found,)))
+        result = self.model(images.to(self.dtype))
+        return tuple(part.float() for part in (result if isinstance(result, (tuple, list)) else (result,)))
 
 
 def trace(
@@ -78,8 +78,8 @@ def package_metadata(export: Export, images: torch.Tensor, **more: object) -> di
         'input': 'images',
         'input_dtype': 'float32',
     }
-    found = {**metadata_of(export.predict.model, export.kept_float, export.target.name), **own, **more}
-    return {key: str(value) for key, value in found.items()}
+    metadata = {**metadata_of(export.predict.model, export.kept_float, export.target.name), **own, **more}
+    return {key: str(value) for key, value in metadata.items()}
 
 
 def reference_of(export: Export) -> Reference:

@@ -63,8 +63,8 @@ def _infer(model: ModelProto) -> ModelProto:
 
 def _types(model: ModelProto) -> dict[str, int]:
     graph = _infer(model).graph
-    found = {v.name: v.type.tensor_type.elem_type for v in (*graph.value_info, *graph.input, *graph.output)}
-    return {**found, **{i.name: i.data_type for i in graph.initializer}}
+    by_name = {v.name: v.type.tensor_type.elem_type for v in (*graph.value_info, *graph.input, *graph.output)}
+    return {**by_name, **{i.name: i.data_type for i in graph.initializer}}
 
 
 def _exact(scale: np.ndarray) -> bool:
@@ -80,7 +80,7 @@ def _separate_sums(model: ModelProto) -> set[str]:
         The outputs of the Adds and of their DQs.
     """
     made_by, read_by, values = producers(model), readers(model), constants(model)
-    outputs, found, copies = {o.name for o in model.graph.output}, set[str](), dict[str, list[NodeProto]]()
+    outputs, sums, copies = {o.name for o in model.graph.output}, set[str](), dict[str, list[NodeProto]]()
     for node in model.graph.node:
         sources = [made_by[name] for name in node.input if name in made_by]
         quantizers = [reader for reader, _ in read_by.get(node.output[0], ())]
@@ -98,10 +98,10 @@ def _separate_sums(model: ModelProto) -> set[str]:
                 copy.CopyFrom(source)
                 copy.name = copy.output[0] = node.input[i] = f'{node.output[0]}/addend_{i}'
                 copies.setdefault(source.output[0], []).append(copy)
-            found.add(node.input[i])
-        found.add(node.output[0])
+            sums.add(node.input[i])
+        sums.add(node.output[0])
     replace_nodes(model, [n for node in model.graph.node for n in (node, *copies.get(node.output[0], ()))])
-    return found
+    return sums
 
 
 def _float_inputs(node: NodeProto, version: int, types: Mapping[str, int]) -> set[int]:
@@ -132,13 +132,13 @@ def _feature_inputs(model: ModelProto, types: Mapping[str, int], sums: Set[str])
         if node.op_type == 'Softmax' or decoded.intersection(node.input):
             decoded.update(node.output)
     todo = [n for n in model.graph.node if n.op_type in ('Conv', 'ConvTranspose') and not decoded.intersection(n.input)]
-    found: dict[str, set[int]] = {}
+    features: dict[str, set[int]] = {}
     while todo:
         node = todo.pop()
-        if node.output[0] not in found:
+        if node.output[0] not in features:
             positions = _float_inputs(node, opset(model), types)
             stays = node.op_type == 'QuantizeLinear' and node.input[0] in in_fp32 and _exact(values[node.input[1]])
-            found[node.output[0]] = set() if stays or node.output[0] in sums else positions
+            features[node.output[0]] = set() if stays or node.output[0] in sums else positions
             todo += [
                 made_by[name]
                 for i, name in enumerate(node.input)
@@ -146,13 +146,13 @@ def _feature_inputs(model: ModelProto, types: Mapping[str, int], sums: Set[str])
             ]
     for node in model.graph.node:
         if (
-            node.output[0] not in found
+            node.output[0] not in features
             and moved_inputs(node)
-            and {node.input[i] for i in moved_inputs(node)} <= found.keys()
+            and {node.input[i] for i in moved_inputs(node)} <= features.keys()
         ):
-            found[node.output[0]] = _float_inputs(node, opset(model), types)
-            found.update(dict.fromkeys(node.output[1:], found[node.output[0]]))
-    return found
+            features[node.output[0]] = _float_inputs(node, opset(model), types)
+            features.update(dict.fromkeys(node.output[1:], features[node.output[0]]))
+    return features
 
 
 def _to_fp16(tensor: TensorProto, name: str) -> TensorProto:

@@ -135,8 +135,8 @@ def quantize_moves(program: ExportedProgram) -> None:
         new.meta = {'val': source.meta['val']}
         move.replace_input_with(source, new)
 
-    found = [node for node in reversed(graph.nodes) if _is_move(node)]
-    moves.quantize_moves(found, lambda move: {_grid(program, r): r for r in readers(move)}, given, put)
+    in_order = [node for node in reversed(graph.nodes) if _is_move(node)]
+    moves.quantize_moves(in_order, lambda move: {_grid(program, r): r for r in readers(move)}, given, put)
 
 
 def _is_move(node: Node) -> bool:

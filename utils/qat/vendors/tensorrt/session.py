@@ -136,15 +136,15 @@ class TensorRT(Session):
             require_within(self.file, name, shape, self.inputs[name])
             self.context.set_input_shape(name, tuple(shape))
             self._buffer(name, shape)
-        found = {}
+        held = {}
         for name in self.outputs:
             shape = tuple(self.context.get_tensor_shape(name))
             if -1 in shape:
                 raise QatError(
                     f'{self.file}: the size of {name} {list(shape)} is known only after a run; export with a fixed number of detections'
                 )
-            found[name] = self._buffer(name, shape)
-        return found
+            held[name] = self._buffer(name, shape)
+        return held
 
     def _buffer(self, name: str, shape: Shape) -> torch.Tensor:
         """Return the tensor that the engine reads or writes as `name`, and make it if it is missing or too small."""

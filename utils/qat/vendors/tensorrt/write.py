@@ -157,11 +157,11 @@ class TorchTensorRTFormat(Format):
         smallest, largest = (1 if config.dynamic else batch, 3, *imgsz), (batch, 3, *imgsz)
         settings = compile_settings(tt, device, smallest, largest, config.workspace, path)
         files = dict(zip(config.formats, self.paths(export, path)))
-        found: dict[Path, str] = {}
+        written: dict[Path, str] = {}
 
         def agree(file: Path, ours: Any) -> None:
             engine = f'Torch-TensorRT ({file.name})'
-            found[file] = str(reference.require_agreement(ours, engine, typing))
+            written[file] = str(reference.require_agreement(ours, engine, typing))
 
         try:
             if {'ep', 'ts'} & set(files):
@@ -202,7 +202,8 @@ class TorchTensorRTFormat(Format):
             ) from e
         takes = f'batch {"of 1 to " * config.dynamic}{batch}'
         return Written(
-            files, [f'-> {file}, {size_of(file)}, {takes}; against PyTorch: {agreed}' for file, agreed in found.items()]
+            files,
+            [f'-> {file}, {size_of(file)}, {takes}; against PyTorch: {agreed}' for file, agreed in written.items()],
         )
 
     @override

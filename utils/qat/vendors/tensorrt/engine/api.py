@@ -104,10 +104,10 @@ def version_in(output: str) -> tuple[int, int, int] | None:
     The banner has one number. Since TensorRT 10, minor and patch have two digits each (101303 = 10.13.3). In TensorRT 8
     the minor has one digit and the patch two (8601 = 8.6.1).
     """
-    found = BANNER.search(output)
-    if not found:
+    match = BANNER.search(output)
+    if not match:
         return None
-    number = int(found[1])
+    number = int(match[1])
     return (
         (number // 10000, number // 100 % 100, number % 100)
         if number >= 10000

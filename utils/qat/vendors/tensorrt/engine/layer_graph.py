@@ -43,7 +43,7 @@ def _line(what: object, **values: object) -> str:
     )
 
 
-def _label(engine: Engine, layer: Layer, found: Sequence[LayerFinding]) -> str:
+def _label(engine: Engine, layer: Layer, findings: Sequence[LayerFinding]) -> str:
     """Write the text of a box: kind and time, module, types and shapes, findings, a line for each."""
     share = engine.share([layer])
     time = '' if layer.ms is None else f'   {layer.ms:.4f} ms' + ('' if share is None else f'   {share:.1%}')
@@ -59,27 +59,27 @@ def _label(engine: Engine, layer: Layer, found: Sequence[LayerFinding]) -> str:
                 layer.kind + time,
                 short_name(layer),
                 ' → '.join(dict.fromkeys(ends)),
-                '! ' * bool(found) + ', '.join(f.kind for f in found),
+                '! ' * bool(findings) + ', '.join(f.kind for f in findings),
             ),
         )
     )
 
 
-def _node(engine: Engine, i: int, found: Sequence[LayerFinding]) -> str:
+def _node(engine: Engine, i: int, findings: Sequence[LayerFinding]) -> str:
     layer = engine.layers[i]
     copies = is_reformat(layer) or is_qdq(layer)
     share = engine.share([layer]) or 0
     fill = [FILL.get(t, OTHER_FILL) for t in (layer.types if copies else (layer.precision,))]
     return _line(
         i,
-        label=_label(engine, layer, found),
+        label=_label(engine, layer, findings),
         tooltip='\n'.join(filter(None, (layer.name, layer.tactic))),
         shape='box',
         style='filled' if copies else 'filled,rounded',
         peripheries=2 if copies else 1,
         fillcolor=':'.join(dict.fromkeys(fill)),
         gradientangle=270,
-        color=FOUND if found else '#555555',
+        color=FOUND if findings else '#555555',
         penwidth=f'{1 + min(1 if copies else 6, 60 * share):.1f}',
     )
 

@@ -76,11 +76,11 @@ def tensor_cores(layer: Layer) -> str:
 
 def _readers(engine: Engine) -> list[list[Layer | None]]:
     """List the readers of each layer; None stands for an output of the engine."""
-    found: list[list[Layer | None]] = [[] for _ in engine.layers]
+    reading: list[list[Layer | None]] = [[] for _ in engine.layers]
     for source, reader, _ in engine.edges():
         if source is not None:
-            found[source].append(None if reader is None else engine.layers[reader])
-    return found
+            reading[source].append(None if reader is None else engine.layers[reader])
+    return reading
 
 
 def _at_the_edge(engine: Engine, layer: Layer, readers: list[Layer | None]) -> str:

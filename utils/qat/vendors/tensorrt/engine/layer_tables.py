@@ -124,12 +124,12 @@ def engine_report(engine: Engine, findings: Sequence[LayerFinding], limit: int |
         '',
         markdown_table(
             ('finding', 'layers', 'ms', 'share'),
-            [[COSTS[kind], *_time(engine, [f.layer for f in found])] for kind, found in of.items()],
+            [[COSTS[kind], *_time(engine, [f.layer for f in of_kind])] for kind, of_kind in of.items()],
         ),
     ]
-    for kind, found in of.items():
-        for advice in dict.fromkeys(f.advice for f in found):
-            alike = [f for f in found if f.advice == advice]
+    for kind, of_kind in of.items():
+        for advice in dict.fromkeys(f.advice for f in of_kind):
+            alike = [f for f in of_kind if f.advice == advice]
             lines += [
                 '',
                 f'{COSTS[kind]}: {len(alike)}. What to do: {advice}.',

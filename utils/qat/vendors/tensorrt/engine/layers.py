@@ -108,7 +108,7 @@ class Engine:
         memory. So a reader gets the last tensor of its own size that was written before it, or without one all the parts.
         """
         writers: dict[str, list[tuple[int, Tensor]]] = defaultdict(list)
-        found: list[tuple[int | None, int | None, Tensor]] = []
+        edges: list[tuple[int | None, int | None, Tensor]] = []
         given = {t.name for t in self.inputs}
         readers = [(i, t) for i, layer in enumerate(self.layers) for t in layer.inputs]
         for i, layer in enumerate(self.layers):
@@ -118,8 +118,8 @@ class Engine:
             before = [(i, w) for i, w in writers[t.name] if reader is None or i < reader]
             whole: list[int | None] = [i for i, w in before if size(w) == size(t)]
             sources = whole[-1:] or [i for i, _ in before] or [None] * (t.name in given and reader is not None)
-            found += [(i, reader, t) for i in sources]
-        return list(dict.fromkeys(found))  # a layer may read a tensor twice
+            edges += [(i, reader, t) for i in sources]
+        return list(dict.fromkeys(edges))  # a layer may read a tensor twice
 
 
 def size(tensor: Tensor) -> int | None:

@@ -130,8 +130,8 @@ def require_fit(engine: Path, content: dict[str, Any], product: str, gpu: dict[s
             f'{engine}: built by {content["built_by"]}, and this is {product}; an engine runs only with the version that built it: {again}'
         )
     if content['gpu'] and content['gpu'] != gpu:
-        found = f'{gpu["name"]} ({gpu["capability"]})' if gpu else 'no GPU'
+        here = f'{gpu["name"]} ({gpu["capability"]})' if gpu else 'no GPU'
         raise QatError(
-            f'{engine}: built on {content["gpu"]["name"]} (compute capability {content["gpu"]["capability"]}), and this is {found}; '
+            f'{engine}: built on {content["gpu"]["name"]} (compute capability {content["gpu"]["capability"]}), and this is {here}; '
             f'an engine runs only on the kind of GPU it was built on: {again}'
         )

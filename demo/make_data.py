@@ -180,10 +180,10 @@ def make_image(
         layers = task.layers(rng, glyph(rng, digits[which], side))
         h, w = layers[0].shape
         taken = [(x, y, x + mask.shape[1], y + mask.shape[0]) for _, x, y, mask in things]
-        place = free_place(rng, taken, (h, w), (height, width), task.overlap)
-        if place is None:  # the canvas is full
+        corner = free_place(rng, taken, (h, w), (height, width), task.overlap)
+        if corner is None:  # the canvas is full
             continue
-        y, x = place
+        y, x = corner
         under = canvas[y : y + h, x : x + w]
         background = under.mean((0, 1))
         for layer in layers:

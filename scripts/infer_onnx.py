@@ -133,24 +133,24 @@ def detections(
 
     from utils.qat.backends.detections import detect
 
-    pixels, place = letterbox(image, size)
+    pixels, placement = letterbox(image, size)
     [kept] = detect(predict(pixels.to(predict.device)), size, config.conf_thres, config.iou_thres)
     finite = kept.rows.isfinite().all(1)
     skipped = int((~finite).sum())
     kept = kept[finite & (kept.rows[:, 4] > config.conf_thres)]
-    masks = list(masks_of(kept, place))
-    scale_boxes(size, kept.rows[:, :4], *place)
+    masks = list(masks_of(kept, placement))
+    scale_boxes(size, kept.rows[:, :4], *placement)
     return kept.rows.tolist(), masks, skipped
 
 
-def masks_of(detections: Detections, place: Placement) -> Iterator[np.ndarray]:
+def masks_of(detections: Detections, placement: Placement) -> Iterator[np.ndarray]:
     """Yield the mask of each detection at the size of the image, bool [h, w]; nothing for a detector."""
     import numpy as np
     from utils.segment.general import scale_image
 
     for i in range(len(detections)) if detections.masks else ():
         fine = detections.masks[i : i + 1].fine()[0].byte().cpu().numpy()  # type: ignore[index]
-        yield scale_image(fine.shape, np.ascontiguousarray(fine[..., None]), place[0], place[1])[..., 0] > 0
+        yield scale_image(fine.shape, np.ascontiguousarray(fine[..., None]), placement[0], placement[1])[..., 0] > 0
 
 
 def drawn(image: np.ndarray, rows: Sequence[Sequence[float]], masks: Sequence[np.ndarray], names: dict) -> np.ndarray:

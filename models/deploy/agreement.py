@@ -76,19 +76,21 @@ def made_images(batch: int, imgsz: Sequence[int]) -> torch.Tensor:
     return added(layers) / len(layers)
 
 
-def output_differences(ours: Any, theirs: Any, engine: str = 'ONNX Runtime') -> dict[str, float]:
+def output_differences(computed: Any, wanted: Any, engine: str = 'ONNX Runtime') -> dict[str, float]:
     """Compare the outputs of `engine` with PyTorch's: predictions [B, 4 + nc, N], or with masks (predictions, prototypes).
 
     Returns the relative error of each part, see RELATIVE. Raises QatError if the shapes differ.
     """
-    ours, theirs = ({name: part.cpu() for name, part in split_outputs(outputs).items()} for outputs in (ours, theirs))
-    shapes = [[tuple(part.shape) for part in model.values()] for model in (ours, theirs)]
+    computed, wanted = (
+        {name: part.cpu() for name, part in split_outputs(outputs).items()} for outputs in (computed, wanted)
+    )
+    shapes = [[tuple(part.shape) for part in model.values()] for model in (computed, wanted)]
     if shapes[0] != shapes[1]:
         raise QatError(f'{engine} returns {shapes[0]}, PyTorch {shapes[1]}')
-    for model in (ours, theirs):
+    for model in (computed, wanted):
         if 'scores' in model:
             model['scores'] = model['scores'].logit(MIN_SCORE)
-    return {name: ((ours[name] - theirs[name]).norm() / theirs[name].norm()).item() for name in theirs}
+    return {name: ((computed[name] - wanted[name]).norm() / wanted[name].norm()).item() for name in wanted}
 
 
 @contextmanager
@@ -111,13 +113,13 @@ def other_last_bits(model: Network, last_bits: float, seed: int) -> Iterator[Non
             hook.remove()
 
 
-def rounding_noise(model: Network, images: torch.Tensor, theirs: Any, last_bits: float, seed: int) -> float:
+def rounding_noise(model: Network, images: torch.Tensor, wanted: Any, last_bits: float, seed: int) -> float:
     """Return the largest relative error of the model's outputs with `other_last_bits`.
 
-    `model` is in the form of `traceable_copy`, and `theirs` are its outputs without the change.
+    `model` is in the form of `traceable_copy`, and `wanted` are its outputs without the change.
     """
     with other_last_bits(model, last_bits, seed):
-        return max(output_differences(model(images), theirs).values())
+        return max(output_differences(model(images), wanted).values())
 
 
 class Reference:
@@ -137,13 +139,13 @@ class Reference:
         self.outputs = self.traced(self.images)
 
     @torch.no_grad()
-    def require_agreement(self, ours: Any, engine: str, typing: str) -> Agreement:
-        """Compare `ours`, the outputs of a written file in `engine` for the same images.
+    def require_agreement(self, computed: Any, engine: str, typing: str) -> Agreement:
+        """Compare `computed`, the outputs of a written file in `engine` for the same images.
 
         `typing`, 'FP32' or 'FP16', is the type of everything that is not INT8. Raises QatError if they differ by more than LIMITS,
         and by more than MARGIN times the rounding noise of the model.
         """
-        errors = output_differences(ours, self.outputs, engine)
+        errors = output_differences(computed, self.outputs, engine)
         limit, noise = LIMITS['INT8' if self.quantized else 'float', typing], 0.0
 
         def agree() -> bool:

@@ -207,11 +207,11 @@ def reparameterize(model: Network) -> Network:
     new_head = described[-1]
     parts = {new: getattr(old_head, old) for old, new in renames.items()}
     layers, parts = deepcopy(([model.float().model[i] for i in kept], parts))  # at once: they share activations
-    for layer, theirs in zip(layers, described):
-        if type(layer) is not type(theirs):
-            raise QatError(f'{source}: layer {layer.i}, {type(theirs).__name__} or {type(layer).__name__}, {OTHER}')
-    for ours, theirs in zip(layers, described):
-        ours.i, ours.f = theirs.i, theirs.f
+    for layer, of_yaml in zip(layers, described):
+        if type(layer) is not type(of_yaml):
+            raise QatError(f'{source}: layer {layer.i}, {type(of_yaml).__name__} or {type(layer).__name__}, {OTHER}')
+    for renumbered, of_yaml in zip(layers, described):
+        renumbered.i, renumbered.f = of_yaml.i, of_yaml.f
     wanted = tensor_shapes(described)
     for name in ('nc', 'reg_max', 'no', 'nm', 'npr'):
         if hasattr(old_head, name):
@@ -259,5 +259,5 @@ def main_branch(model: Network, source: str) -> tuple[Network, float]:
 def largest_difference(dual: Network, single: Network) -> float:
     """Compute the largest absolute difference between the main outputs of `dual` and those of `single`, on noise of 64 x 64 pixels."""
     image = torch.rand(1, 3, 64, 64, generator=torch.Generator().manual_seed(0))
-    ours, theirs = (m.eval()(image)[0] for m in (single, dual))
-    return (ours - (theirs[-1] if isinstance(theirs, (list, tuple)) else theirs)).abs().max().item()
+    converted, original = (m.eval()(image)[0] for m in (single, dual))
+    return (converted - (original[-1] if isinstance(original, (list, tuple)) else original)).abs().max().item()

@@ -181,8 +181,8 @@ def export_onnx(
         onnx_passes.set_metadata(graph, **metadata_of(model, kept_float, made_for), **simulated, **read)
         checked(graph, tmp)
 
-        ours = run_graph(graph, {'images': reference.images})
-        agreement = reference.require_agreement(ours, 'ONNX Runtime', 'FP16' if half else 'FP32')
+        computed = run_graph(graph, {'images': reference.images})
+        agreement = reference.require_agreement(computed, 'ONNX Runtime', 'FP16' if half else 'FP32')
         if layout:
             graph = checked(layout(graph), tmp)
     return Exported(opset=onnx_graph.opset(graph), qdq=onnx_graph.count_qdq(graph), padding=padding, **vars(agreement))

@@ -67,11 +67,11 @@ def torch_nms(predictions: Iterable[torch.Tensor], nms: Nms, nm: int = 0) -> lis
                 candidates[torchvision_nms(boxes[candidates], of_class[candidates], nms.iou_thres)] * scores.shape[1]
                 + c
             )
-        places = torch.cat(kept).sort().values
-        places = places[scores.flatten()[places].sort(descending=True, stable=True).indices[: nms.topk_all]]
-        box = places // scores.shape[1]
-        label = best[box, 0] if nms.class_agnostic else places % scores.shape[1]
-        detections.append(torch.cat((boxes[box], scores.flatten()[places, None], label[:, None], coefficients[box]), 1))
+        order = torch.cat(kept).sort().values
+        order = order[scores.flatten()[order].sort(descending=True, stable=True).indices[: nms.topk_all]]
+        box = order // scores.shape[1]
+        label = best[box, 0] if nms.class_agnostic else order % scores.shape[1]
+        detections.append(torch.cat((boxes[box], scores.flatten()[order, None], label[:, None], coefficients[box]), 1))
     return detections
 
 

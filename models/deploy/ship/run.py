@@ -54,8 +54,8 @@ def ship(config: ShipConfig) -> int:
     if world_size() > 1:
         raise QatError('qat.py ship: one process; start it without torchrun')
     plan = look(config)
-    place = FolderConfig(project=config.project, name=config.name, exist_ok=config.exist_ok or config.resume)
-    with own_folder(place) as folder:
+    where = FolderConfig(project=config.project, name=config.name, exist_ok=config.exist_ok or config.resume)
+    with own_folder(where) as folder:
         settings = vars(replace(plan.config, name=folder.name))
         again = command('qat.py', 'ship', *command_words(settings, ShipConfig), '--resume')
         log_to(folder / 'log.txt')

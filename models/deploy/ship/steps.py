@@ -73,13 +73,13 @@ class Runner:
     def run(self, steps: Sequence[Step]) -> None:
         """Run steps, the first of those that are ahead. Raises Failed."""
         for step in steps:
-            place = f'[{len(self.done) + 1}/{len(self.done) + len(self.ahead)}] {step.title}'
+            position = f'[{len(self.done) + 1}/{len(self.done) + len(self.ahead)}] {step.title}'
             typed, stamp = {'command': step.command, 'digest': self.digest}, self.stamps.get(step.name, {})
             same, folder = typed.items() <= stamp.items(), step.result.parent
             if same and stamp['seconds'] is not None and step.result.exists():
-                LOGGER.info(f'{place}: done before, in {in_words(self.seconds(step))}')
+                LOGGER.info(f'{position}: done before, in {in_words(self.seconds(step))}')
             else:
-                LOGGER.info(f'{place}, about {self.expect([step])}; all that is left: {self.expect(self.ahead)}')
+                LOGGER.info(f'{position}, about {self.expect([step])}; all that is left: {self.expect(self.ahead)}')
                 started = same and (folder / STATE).exists()
                 line = command('qat.py', 'quantize', '--resume', folder) if started else step.command
                 self.stamps = {one.name: self.stamps[one.name] for one in self.done}  # all others hang on this step

@@ -33,8 +33,8 @@ def biases_of(model: Network) -> dict[str, torch.Tensor]:
 def read_by(kernel: int, stride: int, dilation: int, size: int) -> torch.Tensor:
     """Tell which pixels each row of a kernel reads: FP32 [kernel, size], 1 / number of output places if read, else 0."""
     steps = torch.arange(size) - dilation * torch.arange(kernel)[:, None]
-    places = (size - dilation * (kernel - 1) - 1) // stride + 1
-    return ((steps >= 0) & (steps < places * stride) & (steps % stride == 0)) / places
+    positions = (size - dilation * (kernel - 1) - 1) // stride + 1
+    return ((steps >= 0) & (steps < positions * stride) & (steps % stride == 0)) / positions
 
 
 def mean_window(conv: nn.Conv2d, x: torch.Tensor) -> torch.Tensor:

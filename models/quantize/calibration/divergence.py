@@ -107,8 +107,8 @@ class HeadOutputs:
             parts.append(of_sides.sum((1, 2), dtype=torch.float64))
             weights.append(weight.sum((1, 2), dtype=torch.float64))
         if wanted.prototypes is not None:
-            places, weight = strongest_places(wanted, bins)
-            of_masks = bernoulli_divergence(mask_logits(self, places), mask_logits(wanted, places)) * weight
+            anchors, weight = strongest_places(wanted, bins)
+            of_masks = bernoulli_divergence(mask_logits(self, anchors), mask_logits(wanted, anchors)) * weight
             parts.append(of_masks.sum((1, 2, 3), dtype=torch.float64))
         return added(parts), added(weights)
 
@@ -121,8 +121,8 @@ class HeadOutputs:
         if self.prototypes is None:
             return [*self.maps], vectors, weight
         with torch.no_grad():
-            places, weights = strongest_places(self, bins)
-        logits = mask_logits(self, places)
+            anchors, weights = strongest_places(self, bins)
+        logits = mask_logits(self, anchors)
         return [*self.maps, logits], [*vectors, probe_bernoulli(logits.detach(), draw) * weights.sqrt()], weight
 
 
@@ -158,26 +158,26 @@ def strongest_places(raw: HeadOutputs, bins: int) -> tuple[torch.Tensor, torch.T
     Places are INT64 [B, K]. Weights are [B, K, H / 4, W / 4]: inside the box the score divided by the number of points in
     the box, outside 0.
     """
-    scores, places = (
+    scores, anchors = (
         torch.cat([split_map(m, bins)[1].flatten(2) for m in raw.maps], 2)
         .amax(1)
         .sigmoid()
         .topk(min(OBJECTS, raw.boxes.shape[2]))
     )
-    boxes = xywh2xyxy(raw.boxes.transpose(1, 2).gather(1, places[..., None].expand(-1, -1, 4))) / COARSE
+    boxes = xywh2xyxy(raw.boxes.transpose(1, 2).gather(1, anchors[..., None].expand(-1, -1, 4))) / COARSE
     inside = torch.stack([crop_mask(scores.new_ones(len(b), *raw.prototypes.shape[2:]), b) for b in boxes])
-    return places, inside * (scores / inside.sum((2, 3)).clamp(min=1))[..., None, None]
+    return anchors, inside * (scores / inside.sum((2, 3)).clamp(min=1))[..., None, None]
 
 
-def mask_logits(raw: HeadOutputs, places: torch.Tensor) -> torch.Tensor:
-    """Compute the logits of the masks at `places` (INT64 [B, K]): [B, K, H / 4, W / 4], not cut at the box."""
-    chosen = raw.coefficients.transpose(1, 2).gather(1, places[..., None].expand(-1, -1, raw.coefficients.shape[1]))
+def mask_logits(raw: HeadOutputs, anchors: torch.Tensor) -> torch.Tensor:
+    """Compute the logits of the masks at `anchors` (INT64 [B, K]): [B, K, H / 4, W / 4], not cut at the box."""
+    chosen = raw.coefficients.transpose(1, 2).gather(1, anchors[..., None].expand(-1, -1, raw.coefficients.shape[1]))
     return (chosen @ raw.prototypes.flatten(2)).unflatten(2, raw.prototypes.shape[2:])
 
 
-def bernoulli_divergence(mine: torch.Tensor, theirs: torch.Tensor) -> torch.Tensor:
+def bernoulli_divergence(mine: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
     """Compute the divergence of sigmoid(mine) from sigmoid(theirs), element by element."""
-    return theirs.sigmoid() * (theirs - mine) + F.softplus(mine) - F.softplus(theirs)
+    return wanted.sigmoid() * (wanted - mine) + F.softplus(mine) - F.softplus(wanted)
 
 
 def energies(mine: Any, wanted: Any, classes: int) -> torch.Tensor:

@@ -90,8 +90,8 @@ def box_divergence(outputs: Any, wanted: Any, bins: int) -> torch.Tensor:
     weights is that of all processes, so that the mean of their losses is the loss of a single process.
     """
     sums = []
-    for ours, theirs in zip(output_parts(outputs)[0], output_parts(wanted)[0]):
-        apart, weights = divergence_of_sides(split_map(ours.float(), bins)[0], *split_map(theirs.float(), bins))
+    for student, teacher in zip(output_parts(outputs)[0], output_parts(wanted)[0]):
+        apart, weights = divergence_of_sides(split_map(student.float(), bins)[0], *split_map(teacher.float(), bins))
         sums.append(torch.stack((apart.sum(), weights.sum())))
     total, weight = torch.stack(sums).sum(0)
     return total / (all_reduce(weight.detach().clone()) / world_size()).clamp(min=1e-12)
@@ -410,14 +410,14 @@ class TrainingStep:
         if not self.at_fault.item():
             return
         finite, names = self.noted.isfinite().tolist(), [*layers_of(self.student)]
-        places = [
+        terms = [
             *(f'from layer {names[layer]} on' for layer in self.layers),
             *['on the boxes'] * bool(self.box_bins),
             *['on the labels'] * bool(self.label_loss),
         ]
-        n = 1 + len(places)
+        n = 1 + len(terms)
         if not all(finite[:n]):
-            at = next((place for place, good in zip(places, finite[1:n]) if not good), places[-1])
+            at = next((term for term, good in zip(terms, finite[1:n]) if not good), terms[-1])
             raise NotFinite(f'the loss is not finite {at}')
         at = next((name for name, good in zip(self.learning, finite[n:]) if not good), 'all parameters together')
         raise NotFinite(f'the gradient of {at} is not finite')

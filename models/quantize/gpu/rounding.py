@@ -32,16 +32,16 @@ def _indices(number, columns, step, BLOCK: tl.constexpr):
     byte = tl.program_id(0) * (BLOCK // 8) + tl.arange(0, BLOCK // 8)
     first = byte * 8
     eight = tl.arange(0, 8)[None, :]
-    place = first // columns * step + first % columns
-    return byte, first[:, None] + eight, tl.multiple_of(place, 8)[:, None] + eight, (first < number)[:, None]
+    offset = first // columns * step + first % columns
+    return byte, first[:, None] + eight, tl.multiple_of(offset, 8)[:, None] + eight, (first < number)[:, None]
 
 
 @triton.jit
 def _round_kernel(
     x, y, bits, number, columns, step, scale, inverse, low, high, KEEP: tl.constexpr, BLOCK: tl.constexpr
 ):
-    byte, value, place, there = _indices(number, columns, step, BLOCK)
-    q = _steps(tl.load(x + place, mask=there, other=0.0).to(tl.float32), inverse)
+    byte, value, offset, there = _indices(number, columns, step, BLOCK)
+    q = _steps(tl.load(x + offset, mask=there, other=0.0).to(tl.float32), inverse)
     tl.store(y + value, (tl.minimum(tl.maximum(q, low), high) * scale).to(y.dtype.element_ty), mask=there)
     if KEEP:
         inside = ((q >= low) & (q <= high)).to(tl.int32) << tl.arange(0, 8)[None, :]

@@ -21,10 +21,10 @@ def _sums_kernel(student, teacher, difference, sums, number, parts, BLOCK: tl.co
     error, energy = tl.zeros((BLOCK,), tl.float32), tl.zeros((BLOCK,), tl.float32)
     for i in range(LOOPS):
         value = (part * LOOPS + i) * BLOCK + tl.arange(0, BLOCK)
-        there, place = value < number, image * number + value
-        t = tl.load(teacher + place, mask=there, other=0.0).to(tl.float32)
-        d = tl.load(student + place, mask=there, other=0.0).to(tl.float32) - t
-        tl.store(difference + place, d.to(difference.dtype.element_ty), mask=there)
+        there, offset = value < number, image * number + value
+        t = tl.load(teacher + offset, mask=there, other=0.0).to(tl.float32)
+        d = tl.load(student + offset, mask=there, other=0.0).to(tl.float32) - t
+        tl.store(difference + offset, d.to(difference.dtype.element_ty), mask=there)
         error += d * d
         energy += t * t
     first = (image * parts + part) * 2
@@ -36,9 +36,9 @@ def _sums_kernel(student, teacher, difference, sums, number, parts, BLOCK: tl.co
 def _scaled_kernel(difference, factors, result, number, BLOCK: tl.constexpr):
     image = tl.program_id(1).to(tl.int64)
     value = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    there, place = value < number, image * number + value
-    d = tl.load(difference + place, mask=there, other=0.0).to(tl.float32) * (2.0 * tl.load(factors + image))
-    tl.store(result + place, d.to(result.dtype.element_ty), mask=there)
+    there, offset = value < number, image * number + value
+    d = tl.load(difference + offset, mask=there, other=0.0).to(tl.float32) * (2.0 * tl.load(factors + image))
+    tl.store(result + offset, d.to(result.dtype.element_ty), mask=there)
 
 
 class _SquaredError(torch.autograd.Function):

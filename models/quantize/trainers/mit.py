@@ -41,8 +41,8 @@ class Mit(Trainer):
         head = min(int(match[1]) for name in records if (match := HEAD.fullmatch(name)))
         for name, record in records.items():
             if int(name.partition('.')[0]) <= head and not REPEATED.search(name):
-                for theirs, ours in RENAMED:
-                    name = re.sub(theirs, ours, name)
+                for of_mit, of_upstream in RENAMED:
+                    name = re.sub(of_mit, of_upstream, name)
                 tensors[f'model.{name}'] = values.value(record)
         dfl = f'model.{head}.dfl.conv.weight'
         tensors[dfl] = tensors[dfl][..., 0]  # of a Conv3d

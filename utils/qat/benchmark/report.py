@@ -58,14 +58,14 @@ def plot_latency(path: Path, results: Sequence[dict[str, Any]]) -> None:
         len(panels), 1, squeeze=False, gridspec_kw={'height_ratios': [1 + len(p) for p in panels]}
     )[:, 0]
     for axes, batch, panel in zip(all_axes, batches, panels):
-        for place, r in enumerate(panel):
+        for i, r in enumerate(panel):
             whole, model, tone = r['latency'], r['compute']['median'], colour[label(r)]
-            axes.barh(place, model, color=tone, height=0.7)
-            axes.barh(place, max(0, whole['median'] - model), left=model, color=tone, alpha=PALE, height=0.7)
-            axes.plot((whole['min'], whole['p99']), (place, place), color='0.2', linewidth=1, marker='|', markersize=6)
+            axes.barh(i, model, color=tone, height=0.7)
+            axes.barh(i, max(0, whole['median'] - model), left=model, color=tone, alpha=PALE, height=0.7)
+            axes.plot((whole['min'], whole['p99']), (i, i), color='0.2', linewidth=1, marker='|', markersize=6)
             axes.text(
                 max(whole['p99'], whole['median']),
-                place,
+                i,
                 f'  {whole["median"]:.3g} ms (p99 {whole["p99"]:.3g})',
                 va='center',
                 fontsize=8,
@@ -88,9 +88,9 @@ def plot_throughput(path: Path, results: Sequence[dict[str, Any]]) -> None:
     if len(batches) == 1:
         figure = Figure(figsize=(10, 1.3 + 0.32 * len(results)), layout='constrained')
         axes = figure.subplots()
-        for place, r in enumerate(results):
-            axes.barh(place, r['images_per_s'], color=colour[label(r)], height=0.7)
-            axes.text(r['images_per_s'], place, f'  {r["images_per_s"]:.4g}', va='center', fontsize=8)
+        for i, r in enumerate(results):
+            axes.barh(i, r['images_per_s'], color=colour[label(r)], height=0.7)
+            axes.text(r['images_per_s'], i, f'  {r["images_per_s"]:.4g}', va='center', fontsize=8)
         _name_bars(axes, results, longest=1.15 * max(speeds))
         axes.set(xlabel=what, title=f'Throughput at batch {batches[0]}')
         return write_picture(figure, path)

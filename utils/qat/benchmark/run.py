@@ -116,8 +116,8 @@ def run_in_groups(
         kind.build_missing([one for one in measurements if measured_by(one.backend) is kind], conditions)
     groups = in_groups(measurements)
     with usage, bar(None, 'measuring', len(measurements) * TURNS, 'turns') as shown:
-        for number, (place, group) in enumerate(groups.items(), 1):
-            LOGGER.info(f'{number} of {len(groups)}: {place}, {len(group)} in turns')
+        for number, (title, group) in enumerate(groups.items(), 1):
+            LOGGER.info(f'{number} of {len(groups)}: {title}, {len(group)} in turns')
             yield from run_in_turns(group, conditions, usage, leave_out, shown.update)
 
 

@@ -214,14 +214,14 @@ def precision_table(results: Sequence[Row]) -> str:
     precisions = [p for p in (*FLOATS, 'int8') if any(row['precision'] == p for row in rows)]
     files = list(dict.fromkeys(row['model'] for row in rows if row['precision'] == 'int8'))
     lines = []
-    for place in dict.fromkeys((row['image'], row['backend'], row['batch']) for row in rows):
-        there = [row for row in rows if (row['image'], row['backend'], row['batch']) == place]
+    for key in dict.fromkeys((row['image'], row['backend'], row['batch']) for row in rows):
+        there = [row for row in rows if (row['image'], row['backend'], row['batch']) == key]
         own = dict.fromkeys(row['model'] for row in there if row['precision'] == 'int8')
         for file in own or ['-']:
             compared = [row for row in there if row['precision'] != 'int8' or row['model'] == file]
             cells = [*_by_precision(LATENCY, min, precisions, compared)]
             cells += _by_precision(IMAGES_PER_S, max, precisions, compared)
-            lines.append([*place, *[file] * (len(files) > 1), *cells])
+            lines.append([*key, *[file] * (len(files) > 1), *cells])
     names = [p.upper() for p in precisions]
     latency, rate = [f'{name} (ms)' for name in names], [f'{name} (images/s)' for name in names]
     titles = *latency, LATENCY_SPEED_UP.title, *rate, RATE_SPEED_UP.title

@@ -81,8 +81,8 @@ def images_alone(folder: Path, names: Mapping[int, str], flag: str = '--data') -
         raise QatError(f'{flag} {folder}: a folder with {yamls[0].name} in it; give that: {flag} {yamls[0]}')
     if not image_files(folder, f'{flag} {folder}'):
         raise QatError(f'{flag} {folder}: no images in it (looked for {", ".join(IMG_FORMATS)})')
-    place = [str(folder.absolute())]
-    return Data(folder, place, place, dict(names), flag=flag)
+    paths = [str(folder.absolute())]
+    return Data(folder, paths, paths, dict(names), flag=flag)
 
 
 def load_data(
@@ -122,9 +122,9 @@ def load_data(
         paths = [content.get(key) or ''] if key == 'path' else _as_list(content[key])
         if not all(isinstance(p, str) and '\0' not in p for p in paths):
             raise QatError(f'{who}: {key}: must be a path{" or a list of paths" * (key != "path")}')
-    places = _places(file, content)
-    base = next((b for b in places if all(os.path.exists(_under(b, p)) for p in _as_list(content['val']))), places[0])
-    train, val = (_image_paths(content, key, base, who, places) for key in ('train', 'val'))
+    folders = _places(file, content)
+    base = next((b for b in folders if all(os.path.exists(_under(b, p)) for p in _as_list(content['val']))), folders[0])
+    train, val = (_image_paths(content, key, base, who, folders) for key in ('train', 'val'))
     is_coco = any(Path(p).name == 'val2017.txt' for p in val)  # upstream's own criterion
     annotations = base / 'annotations' / 'instances_val2017.json'
     known = annotations if is_coco and annotations.exists() and not single else None
@@ -178,7 +178,7 @@ def _under(base: Path, path: str) -> Path:
     return inside if os.path.exists(inside) and not os.path.exists(base / path) else base / path
 
 
-def _image_paths(content: dict, key: str, base: Path, who: str, places: Sequence[Path]) -> list[str]:
+def _image_paths(content: dict, key: str, base: Path, who: str, folders: Sequence[Path]) -> list[str]:
     """Return the absolute paths under train: or val:, relative ones from `base`.
 
     Raises QatError, which begins with `who`, for one without images. places: where it was looked for.
@@ -186,7 +186,7 @@ def _image_paths(content: dict, key: str, base: Path, who: str, places: Sequence
     paths = [_under(base, p) for p in _as_list(content[key])]
     for p in paths:
         if not os.path.exists(p):  # Path.exists raises an error for some texts
-            elsewhere = f' (path: was looked for in {", ".join(map(str, places))})' * (len(places) > 1)
+            elsewhere = f' (path: was looked for in {", ".join(map(str, folders))})' * (len(folders) > 1)
             raise QatError(f'{who}: {key}: {p} does not exist{elsewhere}; correct it')
         if not image_files(p, f'{who}: {key}'):
             raise QatError(f'{who}: {key}: no images in {p} (looked for {", ".join(IMG_FORMATS)})')
@@ -501,10 +501,12 @@ def require_labels(dataset: LoadImagesAndLabels, key: str, data: Any, use: str) 
     if any(map(len, dataset.labels)):
         return
     image = Path(dataset.im_files[0])
-    places = [p for parent in list(image.parents)[:4] for p in (parent, parent / 'annotations', parent / 'Annotations')]
-    annotations = next((file for place in places for file in sorted(place.glob('*.json'))), Path('ANNOTATIONS.json'))
+    folders = [
+        p for parent in list(image.parents)[:4] for p in (parent, parent / 'annotations', parent / 'Annotations')
+    ]
+    annotations = next((file for folder in folders for file in sorted(folder.glob('*.json'))), Path('ANNOTATIONS.json'))
     kind, convert = 'a COCO JSON', command('scripts/coco_to_yolo.py', annotations, image.parent)
-    if voc := next((place for place in places if next(place.glob('*.xml'), None)), None):
+    if voc := next((folder for folder in folders if next(folder.glob('*.xml'), None)), None):
         kind, convert = 'XML files', command('scripts/voc_to_yolo.py', voc, image.parent)
     raise QatError(
         f'{data.flag} {data.file}: {key}: none of its {len(dataset.im_files)} images has a label, so nothing can be {use}; the label of '

@@ -29,16 +29,16 @@ def image_files(path: Path, who: str) -> list[str]:
 def _in_folder(folder: Path, who: str) -> Iterator[str]:
     """Yield the files in a folder and below, through links too, from each folder once; hidden ones are left out."""
     visited = set()
-    for place, folders, files in os.walk(folder, followlinks=True):
-        status = os.stat(place)
-        if (status.st_dev, status.st_ino) in visited or f'{os.path.realpath(place)}/'.startswith(SYSTEM):
+    for parent, folders, files in os.walk(folder, followlinks=True):
+        status = os.stat(parent)
+        if (status.st_dev, status.st_ino) in visited or f'{os.path.realpath(parent)}/'.startswith(SYSTEM):
             folders.clear()
             continue
         visited.add((status.st_dev, status.st_ino))
         if len(visited) > MOST_FOLDERS:
             raise QatError(f'{who}: more than {MOST_FOLDERS} folders below {folder}; name the folder of the images')
         folders[:] = [name for name in folders if not name.startswith('.')]
-        yield from (os.path.join(place, name) for name in files if not name.startswith('.'))
+        yield from (os.path.join(parent, name) for name in files if not name.startswith('.'))
 
 
 def _in_list(file: Path, who: str) -> Iterator[str]:

@@ -14,8 +14,8 @@ TOP = 5
 
 def divergence(scores: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
     """Compute the Kullback-Leibler divergence of softmax(scores) from softmax(wanted), both [B, C]: FP64 [B]."""
-    mine, theirs = scores.double().log_softmax(1), wanted.double().log_softmax(1)
-    return (theirs.exp() * (theirs - mine)).sum(1)
+    mine, reference = scores.double().log_softmax(1), wanted.double().log_softmax(1)
+    return (reference.exp() * (reference - mine)).sum(1)
 
 
 def agreement(scores: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:

@@ -116,14 +116,16 @@ def plot_ranks(path: Path, comparisons: dict[str, Comparison]) -> None:
     left, right = figure.subplots(1, 2)
     for i, (name, comparison) in enumerate(comparisons.items()):
         ranks, top = comparison['ranks'], comparison['top']
-        places, width = bar_places([r['rank'] for r in ranks], i, len(comparisons))
+        positions, width = bar_places([r['rank'] for r in ranks], i, len(comparisons))
         label = literal(name)
         if detectors:
             label += f': {comparison["matched"] or 0:.1%} of the top {top} have their match at any rank'
-        left.bar(places, [r['score_error'] or 0 for r in ranks], width, color=f'C{i}', label=label)
-        right.bar(places, [r['disagreement'] or 0 for r in ranks], width, color=f'C{i}', alpha=PALE if detectors else 1)
+        left.bar(positions, [r['score_error'] or 0 for r in ranks], width, color=f'C{i}', label=label)
+        right.bar(
+            positions, [r['disagreement'] or 0 for r in ranks], width, color=f'C{i}', alpha=PALE if detectors else 1
+        )
         if detectors:
-            right.bar(places, [r['unmatched'] or 0 for r in ranks], width, color=f'C{i}')
+            right.bar(positions, [r['unmatched'] or 0 for r in ranks], width, color=f'C{i}')
     left.set_ylabel('mean difference of score')
     right.set(ylim=(0, 1), ylabel=f'share of images with another {what}' if not detectors else 'share')
     if detectors:

@@ -75,10 +75,10 @@ def interval_table(models: Mapping[str, Metrics]) -> str:
     return markdown_table(('class', counted, *(f'{title}, {name}' for name in models)), rows)
 
 
-def bar_places(places: Iterable[float], model: int, models: int) -> tuple[list[float], float]:
-    """Return the centres of one model's bars at each of `places`, which are 1 apart, and the width of a bar."""
+def bar_places(positions: Iterable[float], model: int, models: int) -> tuple[list[float], float]:
+    """Return the centres of one model's bars at each of `positions`, which are 1 apart, and the width of a bar."""
     width = 0.8 / models
-    return [place + (model - (models - 1) / 2) * width for place in places], width
+    return [position + (model - (models - 1) / 2) * width for position in positions], width
 
 
 def plot_classes(path: Path, models: dict[str, Metrics]) -> None:
@@ -104,12 +104,12 @@ def plot_classes(path: Path, models: dict[str, Metrics]) -> None:
         rows = {model: {row['name']: scores_of(row) for row in metrics.per_class} for model, metrics in models.items()}
         figures = {model: {name: row.get(key) or 0 for name, row in named.items()} for model, named in rows.items()}
         for i, (model, metrics) in enumerate(models.items()):
-            places, height = bar_places(range(len(names)), i, len(models))
+            positions, height = bar_places(range(len(names)), i, len(models))
             mean = scores_of(vars(metrics))[key]
             bars, label = [figures[model].get(name, 0) for name in names], literal(f'{model} {mean:.4f}')
             widths = [rows[model].get(name, {}).get('chance', 0) for name in names]
             intervals = {'xerr': widths, 'ecolor': '0.3', 'error_kw': {'linewidth': 1}} if any(widths) else {}
-            axes.barh(places, bars, height, color=f'C{i}', label=label, **intervals)
+            axes.barh(positions, bars, height, color=f'C{i}', label=label, **intervals)
             axes.axvline(mean, linestyle='--', color=f'C{i}', linewidth=1)
         axes.set(xlim=(0, 1), xlabel=f'{part}; dashed: {"mean" if key == "ap" else "all images"}')
         small = {'frameon': False, 'fontsize': 8, 'handlelength': 1, 'columnspacing': 1}
@@ -118,9 +118,9 @@ def plot_classes(path: Path, models: dict[str, Metrics]) -> None:
         if others:
             panel.append(next(row_of_axes))
             for i, model in enumerate(others):
-                places, height = bar_places(range(len(names)), i, len(others))
+                positions, height = bar_places(range(len(names)), i, len(others))
                 points = [100 * (figures[model].get(name, 0) - figures[first].get(name, 0)) for name in names]
-                panel[1].barh(places, points, height, color=f'C{i + 1}')
+                panel[1].barh(positions, points, height, color=f'C{i + 1}')
             widest = max(1.0, *map(abs, panel[1].get_xlim()))
             panel[1].set(
                 xlim=(-widest, widest), xlabel=literal(f'{part.partition(" (")[0]} less that of {first}, points')

@@ -79,10 +79,10 @@ class Example:
 
 def _new_line(detection: Found, which: int, others: int) -> Line:
     """Make the line for a detection or class that only one of the other models has: number `which` of `others`, from 0."""
-    places: list[Found | None] = [None] * others
+    detections: list[Found | None] = [None] * others
     marks = [''] * others
-    places[which], marks[which] = detection, NEW
-    return Line(None, places, marks)
+    detections[which], marks[which] = detection, NEW
+    return Line(None, detections, marks)
 
 
 def detection_lines(results: Sequence[torch.Tensor], names: Mapping[int, str], top: int) -> list[Line]:
@@ -210,13 +210,13 @@ def plot_example(path: Path, example: Example, models: Sequence[str]) -> None:
         name = f'{model}: {Path(example.path).name}' if column == 0 else model
         axes.set_title(literal(name), fontsize=10)
         labels: list[tuple[float, float]] = []
-        for place, (detection, mark) in enumerate(_of_model(example, column)):
+        for i, (detection, mark) in enumerate(_of_model(example, column)):
             tone, strong = COLOURS[mark], mark != SAME
             if detection.box:
                 _draw_box(axes, detection, mark, labels)
             scores.text(
                 0.02,
-                1 - (place + 0.7) * line / text,
+                1 - (i + 0.7) * line / text,
                 literal(f'{detection.rank:>3}  {detection.score:.3f}  {detection.name}' + f'   ({mark})' * strong),
                 fontsize=10,
                 family='monospace',

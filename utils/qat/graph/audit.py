@@ -192,6 +192,6 @@ def audit_text(audit: Audit, limit: int | None = None) -> str:
         limit,
     )
     for kind, meaning in FINDINGS.items():
-        places = [f'{f.where}: {f.detail}' for f in audit.findings if f.kind == kind]
-        lines += listed(f'Finding, {meaning}', places, limit) if places else []
+        of_kind = [f'{f.where}: {f.detail}' for f in audit.findings if f.kind == kind]
+        lines += listed(f'Finding, {meaning}', of_kind, limit) if of_kind else []
     return '\n'.join([*lines, '', f'{len(audit.findings) or "no"} findings'])

@@ -148,18 +148,18 @@ def add_standard(graph: GraphWriter, boxes: str, scores: str, nms: Nms, classes:
     kept = graph.node('ScatterND', [zeros, at, graph.node('GatherND', [scores, at])])  # [B, N, nc]
 
     # From here on sizes are fixed again. A detection's score is above its threshold, so above 0.
-    chosen, place = graph.node(
+    chosen, flat_index = graph.node(
         'TopK', [graph.node('Flatten', [kept], axis=1), top], [END2END[2], f'/{SCOPE}/place'], axis=1
     )  # [B, K]
     is_detection = graph.node('Greater', [chosen, graph.constant(0, np.float32)])
     graph.node('ReduceSum', [graph.node('Cast', [is_detection], to=TensorProto.INT32), one], END2END[:1])
     if nms.class_agnostic:
-        box = graph.node('Unsqueeze', [place, two])  # [B, K, 1]: the index of a detection's box
+        box = graph.node('Unsqueeze', [flat_index, two])  # [B, K, 1]: the index of a detection's box
         label = graph.node('Squeeze', [graph.node('GatherND', [best, box], batch_dims=1), two])
     else:
         number = graph.constant(classes)
-        box = graph.node('Unsqueeze', [graph.node('Div', [place, number]), two])
-        label = graph.node('Mod', [place, number])
+        box = graph.node('Unsqueeze', [graph.node('Div', [flat_index, number]), two])
+        label = graph.node('Mod', [flat_index, number])
     rows, in_row = graph.node('GatherND', [corners, box], batch_dims=1), graph.node('Unsqueeze', [is_detection, two])
     graph.node('Where', [in_row, rows, graph.constant(0, np.float32)], END2END[1:2])
     label = graph.node('Where', [is_detection, label, graph.constant(0)])

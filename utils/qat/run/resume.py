@@ -92,11 +92,11 @@ def read_state(folder: Path) -> State:
 
 
 def _contradiction(state: State) -> str | None:
-    """Find a place in a valid state that contradicts another place; None if there is none."""
+    """Find an entry of a valid state that contradicts another; None if there is none."""
     settings, images, epochs, training = state.settings, state.images, state.epochs, state.training
     kinds = {(type(metrics), bool(metrics.mask)) for metrics in state.scored().values()}
     planned = settings['epochs' if state.ptq else 'activation_epochs']
-    places = {
+    entries = {
         'settings.dry_run': settings['dry_run'],
         'settings.epochs': state.ptq and not settings['epochs'],
         'ptq': not state.ptq and (settings['activation'] == 'keep' or epochs),
@@ -109,7 +109,7 @@ def _contradiction(state: State) -> str | None:
         'images': ('held out' in images) != (settings['val_split'] > 0),
         'resampled': state.resampled.keys() != images.keys() - {'train'},
     }
-    return first_wrong(places)
+    return first_wrong(entries)
 
 
 def _unlike_resamples(state: State) -> str | None:

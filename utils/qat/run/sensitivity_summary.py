@@ -87,8 +87,8 @@ def plot_sensitivity(path: Path, summary: dict[str, Any], task: Task) -> None:
     figure = Figure(figsize=(max(7, 0.16 * len(units) + 2), 5), layout='constrained')
     axes = figure.subplots()
     for kind in kinds:
-        places = [i for i, u in enumerate(units) if u['kind'] == kind]
-        axes.bar(places, [max(units[i]['distortion'], 1e-9) for i in places], color=colours[kind], label=kind)
+        positions = [i for i, u in enumerate(units) if u['kind'] == kind]
+        axes.bar(positions, [max(units[i]['distortion'], 1e-9) for i in positions], color=colours[kind], label=kind)
     axes.axhline(summary['int8']['divergence'], linestyle='--', color='0.4', label=f'all {change_in(summary)}')
     axes.set_xticks(range(len(units)), [u['unit'].removeprefix('model.') for u in units], rotation=90, fontsize=7)
     axes.set(
@@ -104,16 +104,16 @@ def plot_sensitivity(path: Path, summary: dict[str, Any], task: Task) -> None:
 
 
 def _contradiction(summary: dict[str, Any]) -> str | None:
-    """Find a place in a valid summary that contradicts another place; None if there is none."""
+    """Find an entry of a valid summary that contradicts another; None if there is none."""
     units = summary['units']
     names, twins = [u['unit'] for u in units], [path for u in units for path in u['twins']]
-    places = {
+    entries = {
         'units': not units or len(set(names)) < len(names),
         'twins': len(set(twins)) < len(twins) or not all(u['twins'] for u in units),
         'settings.target': summary['settings']['target'] not in TARGETS,
         'flops': sum(u['flops'] for u in units) > summary['flops'],
     }
-    return first_wrong(places)
+    return first_wrong(entries)
 
 
 def read_summary(
@@ -150,8 +150,8 @@ def read_summary(
         raise QatError(
             f'--sensitive {path}: made with --activation {visible(ranked)[:20]}, and this run has {activation}; {again}'
         )
-    places = set(twins if ranked == 'keep' else functions)
-    unknown = [u['unit'] for u in summary['units'] if set(u['twins']) - places or visible(u['unit']) != u['unit']]
+    paths = set(twins if ranked == 'keep' else functions)
+    unknown = [u['unit'] for u in summary['units'] if set(u['twins']) - paths or visible(u['unit']) != u['unit']]
     if unknown:
         raise QatError(
             f'--sensitive {path}: the model has no unit {unknown[0]} to quantize; it is of another model; {again}'

@@ -38,13 +38,13 @@ SQNR = {str: DECIBELS}
 CALIBRATION = {'method': str, 'biases?': str, 'divergence': {str: NUMBER}}
 
 
-def misfit(value: object, kind: object, place: str = '') -> str | None:
-    """Find the first part of a value of JSON, at `place` in its file, that is not of its kind; for kinds see the head of this file.
+def misfit(value: object, kind: object, entry: str = '') -> str | None:
+    """Find the first part of a value of JSON, at `entry` in its file, that is not of its kind; for kinds see the head of this file.
 
     Returns its place, such as 'epochs[2].ap'; None if everything fits.
     """
     wrong = _wrong(value, kind)
-    return None if wrong is None else f'{place}{wrong}'.lstrip('.') or 'all of it'
+    return None if wrong is None else f'{entry}{wrong}'.lstrip('.') or 'all of it'
 
 
 def _wrong(value: Any, kind: Any) -> str | None:
@@ -66,9 +66,9 @@ def _wrong(value: Any, kind: Any) -> str | None:
     return None if (type(value) is kind if isinstance(kind, type) else kind(value)) else ''
 
 
-def first_wrong(places: Mapping[str, object]) -> str | None:
-    """Return the first place that contradicts another; None if there is none. places: place → whether it does."""
-    return next((place for place, wrong in places.items() if wrong), None)
+def first_wrong(entries: Mapping[str, object]) -> str | None:
+    """Return the first entry that contradicts another; None if there is none. entries: entry → whether it does."""
+    return next((entry for entry, wrong in entries.items() if wrong), None)
 
 
 def _shown(key: object) -> str:

@@ -55,10 +55,10 @@ class Target:
 
     def places_as(self, other: Target) -> bool:
         """Tell whether places and ranges of Q/DQ are the same as for `other`."""
-        mine, theirs = (
+        mine, wanted = (
             (t.activations, t.zero_points, t.add_policies, t.int8_outputs, t.integers) for t in (self, other)
         )
-        return mine == theirs
+        return mine == wanted
 
     def require_tensorrt(self, what: str, zero_points: bool) -> None:
         """Raise QatError, which names the file or flag `what`, if TensorRT cannot read the file of a checkpoint.

@@ -202,8 +202,8 @@ def layers_text(layers: Int8Layers, reasons: dict[str, str], limit: int | None =
         'Re-encoded between INT8 layers': [changed(layer) for layer in layers.reencoded],
     }
     lines = [str(layers), '', markdown_table(('layer', 'computes in', 'number', 'ms', 'share'), rows)]
-    for title, places in lists.items():
-        lines += listed(title, places, limit)
+    for title, of_kind in lists.items():
+        lines += listed(title, of_kind, limit)
     return '\n'.join(lines)
 
 

@@ -75,8 +75,8 @@ def atomic_pair(path: Path) -> Iterator[Path]:
 def _write_weights(parts: Sequence[tuple[int, Path]], step: Path, weights: Path) -> None:
     """Concatenate files, each from its offset on, into `weights`, through the temporary file `step`."""
     with step.open('wb') as content:
-        for place, part in parts:
-            content.seek(place)
+        for offset, part in parts:
+            content.seek(offset)
             with part.open('rb') as source:
                 shutil.copyfileobj(source, content)
     os.replace(step, weights)

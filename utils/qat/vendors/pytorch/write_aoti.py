@@ -158,8 +158,8 @@ class AotiFormat(Pt2Format):
                     'INT8 package; no file was written'
                 )
             _require_loading(tmp, device)
-            ours, typing = FileModel(AotPackage(tmp, device))(images), 'FP16' if config.half else 'FP32'
-            agreement = reference.require_agreement(ours, 'AOTInductor', typing)
+            computed, typing = FileModel(AotPackage(tmp, device))(images), 'FP16' if config.half else 'FP32'
+            agreement = reference.require_agreement(computed, 'AOTInductor', typing)
         written = self.report(export, path, f'AOTInductor package for {device.type}', agreement, *[int8] * bool(int8))
         written.warnings = [
             f'{path}: native code for this kind of machine and this PyTorch, which runs when it is loaded; each command '

@@ -112,8 +112,8 @@ class Pt2Format(Format):
         with atomic(path) as tmp:
             metadata = json.dumps(package_metadata(export, images))
             torch.export.save(program, tmp, extra_files={'metadata.json': metadata})
-            ours, typing = open_file(tmp, images.device, 'pt2')(images), 'FP16' if config.half else 'FP32'
-            agreement = reference.require_agreement(ours, 'torch.export', typing)
+            computed, typing = open_file(tmp, images.device, 'pt2')(images), 'FP16' if config.half else 'FP32'
+            agreement = reference.require_agreement(computed, 'torch.export', typing)
         return self.report(export, path, 'exported program', agreement)
 
 

@@ -159,9 +159,9 @@ class TorchTensorRTFormat(Format):
         files = dict(zip(config.formats, self.paths(export, path)))
         written: dict[Path, str] = {}
 
-        def agree(file: Path, ours: Any) -> None:
+        def agree(file: Path, computed: Any) -> None:
             engine = f'Torch-TensorRT ({file.name})'
-            written[file] = str(reference.require_agreement(ours, engine, typing))
+            written[file] = str(reference.require_agreement(computed, engine, typing))
 
         try:
             if {'ep', 'ts'} & set(files):

@@ -103,10 +103,10 @@ class EngineFromOnnx:
             return self.log.reason()
         error = parser.get_error(0)
         if Capability.NODE_NAMES in self.can and error.node_name():
-            place = f'node {error.node_name()} ({error.node_operator()}): '
+            node = f'node {error.node_name()} ({error.node_operator()}): '
         else:
-            place = f'node {self.plan.nodes[error.node()]}: ' if 0 <= error.node() < len(self.plan.nodes) else ''
-        return place + ' '.join(error.desc().split())
+            node = f'node {self.plan.nodes[error.node()]}: ' if 0 <= error.node() < len(self.plan.nodes) else ''
+        return node + ' '.join(error.desc().split())
 
     def _use_timing_cache(self, settings: Any) -> bool:
         """Reuse config.timing_cache if it exists and fits this TensorRT and GPU; return whether it was reused."""

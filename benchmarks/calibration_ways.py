@@ -19,7 +19,6 @@ from typing import Any
 
 sys.path.insert(0, os.getcwd())
 from utils.qat.core.machine import set_environment
-from utils.qat.core.upstream import Network
 
 set_environment()  # before torch: waiting threads sleep
 
@@ -38,6 +37,7 @@ from utils.qat.core.files import require_file, write_json
 from utils.qat.core.log import quiet_upstream
 from utils.qat.core.machine import describe, select_device
 from utils.qat.core.text import markdown_table
+from utils.qat.core.upstream import Network
 from utils.qat.data.dataset import load_data
 from utils.qat.data.loaders import Loaders
 from utils.qat.evaluation.evaluate import evaluate

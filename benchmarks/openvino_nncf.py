@@ -27,7 +27,6 @@ from typing import Any
 
 sys.path.insert(0, os.getcwd())
 from utils.qat.core.machine import set_environment
-from utils.qat.core.upstream import Network
 
 set_environment()  # before torch: waiting threads sleep
 
@@ -48,6 +47,7 @@ from utils.qat.core.files import require_data, require_file, write_json
 from utils.qat.core.log import quiet_upstream
 from utils.qat.core.machine import select_device
 from utils.qat.core.text import markdown_table
+from utils.qat.core.upstream import Network
 from utils.qat.data.dataset import Data
 from utils.qat.data.image_folders import ImageFolders
 from utils.qat.data.loaders import Loaders

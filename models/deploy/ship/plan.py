@@ -90,9 +90,11 @@ class Plan:
         line = command(file, *words, *flags(project=self.folder, name=name, exist_ok=True))
         return Step(name, title, self.folder / name / result, seconds, line)
 
-    def verb(self, name: str, title: str, result: str, passes: float, verb: str, *words: object) -> Step:
-        """Make a step that is a verb of qat.py on the float model. passes: of this model."""
-        given = self.images(weights=self.config.weights, data=self.config.data)
+    def verb(
+        self, name: str, title: str, result: str, passes: float, verb: str, *words: object, taught: Path | None = None
+    ) -> Step:
+        """Make a step that is a verb of qat.py on the float model, or on the one that was `taught`. passes: of this model."""
+        given = self.images(weights=taught or self.config.weights, data=self.config.data)
         return self.step(name, title, result, passes * self.seconds, 'qat.py', verb, *given, *words)
 
     def deployed(self, checkpoint: Path, target: Target) -> Path:
@@ -129,19 +131,23 @@ class Plan:
             line = command('scripts/build_engine.py', file, *flags(batch=batch, no_trtexec=True))  # by what runs it
             yield Step(f'{name}-engine', f'engine, {kind}', made, BUILT, line)
 
-    def quantized(self, run: str, **options: Any) -> Iterator[Step]:
-        """Yield the steps from the float model to an INT8 file, its AP and its speed. options: further ones of `quantize`."""
+    def quantized(self, run: str, taught: Path | None = None, **options: Any) -> Iterator[Step]:
+        """Yield the steps from the float model to an INT8 file, its AP and its speed.
+
+        taught: the float model with functions that an earlier run has taught it. options: further ones of `quantize`.
+        """
         numbers, epochs = self.numbers, self.config.epochs or 0
         scores = bool(epochs or options)  # else `quantize` has nothing to choose, and the file is scored later
         options |= {} if scores else {'no_eval_origin': True, 'no_eval_ptq': True}
         chosen = CHOSEN * min(COMPARED_ON, numbers['calibration']) + RANGES / self.seconds
         passes = CALIBRATED * numbers['calibration'] + chosen + SCORED * numbers['val'] * 2 * scores
-        if self.config.activation in TO_LEARN:
+        if self.config.activation in TO_LEARN and not taught:
             passes += LEARNT * QuantizeConfig.activation_epochs * ITERS * self.config.batch_size
         passes = passes * (TRIALS if 'sensitive' in options else 1) + epochs * self.epoch / self.seconds
-        words = *flags(target=self.target.name, epochs=epochs, **options), *self.typed('activation', 'calib_images')
+        functions = flags(activation='keep') if taught else self.typed('activation')
+        words = *flags(target=self.target.name, epochs=epochs, **options), *functions, *self.typed('calib_images')
         title = 'calibration' + ' and fine-tuning' * bool(epochs)
-        yield self.verb(run, title, 'report.json', passes, 'quantize', *words)
+        yield self.verb(run, title, 'report.json', passes, 'quantize', *words, taught=taught)
 
         checkpoint, file, passes = self.folder / run / DELIVERED, self.int8_file(run), COMPARED * numbers['val']
         yield from self.files(run, checkpoint, file)
@@ -152,9 +158,9 @@ class Plan:
         files = [self.float_file, file]
         yield self.step(f'{run}-speed', 'speed', 'benchmark.json', 6 * DURATION, 'benchmark_trt.py', *files, *how)
 
-    def sensitive(self) -> Step:
+    def sensitive(self, taught: Path | None = None) -> Step:
         """Return the step that measures what the INT8 of each block costs, for --max-drop."""
         passes = CALIBRATED * self.numbers['calibration'] + OF_UNITS * min(100, self.numbers['val'])
         words = *flags(target=self.target.name), *self.typed('calib_images')
         file = 'summary-sensitive-analysis.json'
-        return self.verb('sensitive', 'what each block costs', file, passes, 'sensitive', *words)
+        return self.verb('sensitive', 'what each block costs', file, passes, 'sensitive', *words, taught=taught)

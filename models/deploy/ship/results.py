@@ -12,6 +12,7 @@ from models.deploy.ship.steps import Runner
 from models.deploy.ship.verdict import Outcome, sentence, would_change
 from utils.qat.benchmark.baseline import int8_gains
 from utils.qat.benchmark.report import disturbance
+from utils.qat.config.qat import LEARNT
 from utils.qat.config.settings import flag_of
 from utils.qat.core.command import command
 from utils.qat.core.errors import QatError
@@ -57,6 +58,12 @@ class Results:
         self.outcome = Outcome(gain, metric, worst)
         by_precision = {row['precision']: row for row in self.rows}
         self.of_int8, self.of_float = by_precision['int8'], by_precision[gain.precision.lower()]
+
+    @property
+    def taught(self) -> Path | None:
+        """The float model with the functions that this run has taught it; fine-tuning would need its teacher, which has others."""
+        learnt = self.plan.config.activation in LEARNT and not self.plan.config.epochs
+        return self.plan.folder / self.run / self.report['adapted']['file'] if learnt else None
 
     def models(self) -> str:
         """Make the table of the models."""

@@ -41,8 +41,9 @@ def work(plan: Plan, runner: Runner) -> None:
     if [*reasons] == ['accuracy'] and not chip:
         tried = [f'With all blocks in INT8 it is {results.outcome.speed}, and changes {results.outcome.cost}.']
         LOGGER.info(f'{reasons["accuracy"]}: blocks return to float')
-        sensitive = plan.sensitive()
-        runner.ahead = [sensitive, *plan.quantized(PARTLY, sensitive=sensitive.result, max_drop=config.max_drop)]
+        sensitive, budget = plan.sensitive(results.taught), config.max_drop
+        partly = plan.quantized(PARTLY, results.taught, sensitive=sensitive.result, max_drop=budget)
+        runner.ahead = [sensitive, *partly]
         runner.run([*runner.ahead])
         results = Results(plan, PARTLY)
         reasons = against_int8(results.outcome, config.max_drop, least)

@@ -232,8 +232,11 @@ def calibrate(
         histograms = collect_histograms(model, forward_loop)
     require_values(histograms)  # before the sample is asked for images that it may not have
     divergences, method, corrected, raised = choose_calibration(model, histograms, sample.batches(), config, progress)
-    for layer, channels in raised.items():
-        LOGGER.warning(f'{layer}: {channels} range(s) raised to the smallest that an FP16 scale covers')
+    if raised:
+        number = sum(raised.values())
+        LOGGER.warning(
+            f'{number} ranges of {len(raised)} quantizers raised to the smallest that an FP16 scale covers: of {next(iter(raised))}'
+        )
     outputs = task_of(model).results
     compared = ', '.join(f'{name} {value:.4f}' for name, value in divergences.items())
     closest = f': the closest to float of {len(divergences)} calibrations' if len(divergences) > 1 else ''

@@ -171,6 +171,9 @@ def test_each_step_is_a_command_that_its_program_takes(engine, trt, tmp_path):
     relu = planned.Plan(replace(config, activation='relu'), load_task('detect'), numbers, 0.1, 'cpu', trt, '', folder)
     learnt = next(relu.quantized('all')).seconds - next(plan.quantized('all')).seconds
     assert learnt == pytest.approx(planned.LEARNT * 20 * 200 * config.batch_size * 0.1), 'epochs that learn the ReLUs'
+    taught = next(relu.quantized('b', tmp_path / 'relu.pt'))
+    assert f'--weights {tmp_path / "relu.pt"} ' in taught.command and '--activation keep' in taught.command
+    assert taught.seconds == next(plan.quantized('b')).seconds, 'it learns them once'
     left, results = {config.weights}, [folder / f'{run}/weights/best.pt' for run in ('all', 'b')]
     told = [line for line in ways(plan, plan.int8_file('all'), results[0]) if line.startswith('python ')]
     assert len(told) == 2 + (engine == 'tensorrt') and not any('{' in line for line in told)

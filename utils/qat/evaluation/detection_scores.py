@@ -26,6 +26,7 @@ from utils.qat.evaluation.metrics import DetectionMetrics
 
 AT_ONCE = 32  # masks at the size of the image in memory
 IOUS = torch.linspace(0.5, 0.95, 10)  # AP is the mean over these IoU
+TIED = 1e-12  # between two equal scores
 
 
 def image_id(path: str | Path) -> int | str:
@@ -150,8 +151,9 @@ class Scorer:
 
     def metrics(self, resample: bool = False) -> DetectionMetrics:
         """Score all images so far, in any order; `resample` computes AP on resamples of the images as well."""
-        images = [image for images, _ in self.batches for image in images]
-        correct, score, predicted, true = (np.concatenate(x) for x in zip(*(matches for _, matches in images)))
+        by_path = sorted((image for images, _ in self.batches for image in images), key=lambda image: image[0])
+        images = [matches for _, matches in by_path]
+        correct, score, predicted, true = map(np.concatenate, zip(*images))
         counts = np.bincount(true.astype(int), minlength=len(self.names))
         if not counts.sum():
             raise QatError('the validation images have no labels, so nothing can be scored; check val: in --data')
@@ -167,8 +169,7 @@ class Scorer:
                 row['mask'] = masks_by_class.get(row['class'])
         if resample:
             by_class: dict[int, np.ndarray] = {}
-            ordered = [matches for _, matches in sorted(images, key=lambda image: image[0])]
-            metrics.resampled = resampled_ap(ordered, by_class)
+            metrics.resampled = resampled_ap(images, by_class)
             for row in metrics.per_class:
                 for part, half_width in zip((row, row.get('mask')), half_widths(by_class[row['class']])):
                     if part:
@@ -209,7 +210,10 @@ def _scores(
     keys = tuple(DetectionMetrics.columns)
     if not correct.any():
         return dict.fromkeys(keys, 0.0), {}
-    _, _, p, r, _, ap, classes = ap_per_class(correct, score, predicted, true, names=names)
+    # Equal scores, of which INT8 has many, keep their order: upstream's sort has another one on each CPU
+    distinct = score.astype(np.float64)
+    distinct[np.argsort(-score, kind='stable')] -= TIED * np.arange(len(score))
+    _, _, p, r, _, ap, classes = ap_per_class(correct, distinct, predicted, true, names=names)
     columns = ap.mean(1), ap[:, 0], p, r
     return (
         {k: float(x.mean()) for k, x in zip(keys, columns)},

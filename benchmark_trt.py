@@ -25,7 +25,7 @@ from utils.qat.core.run_folder import own_folder
 if TYPE_CHECKING:
     import torch
 
-    from utils.qat.benchmark.tables import Row
+    from utils.qat.benchmark.rows import Row
     from utils.qat.vendors.measured import Measurement
 
 EPILOG = (

@@ -3,8 +3,9 @@
 from collections.abc import Iterator, Sequence
 from itertools import groupby, product
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
+from utils.qat.benchmark.rows import Against, Row
 from utils.qat.config.tables import BACKENDS
 from utils.qat.vendors.vendor import SIMULATED
 
@@ -13,9 +14,7 @@ NOTICEABLE = 1.05  # times as fast
 ACCURACIES = {'ap': 'AP', 'ap50': 'AP50', 'precision': 'P', 'recall': 'R', 'top1': 'top-1', 'top5': 'top-5'}
 
 
-def baseline_of(
-    result: dict[str, Any], results: Sequence[dict[str, Any]], wanted: str | None = None
-) -> dict[str, Any] | None:
+def baseline_of(result: Row, results: Sequence[Row], wanted: str | None = None) -> Row | None:
     """Find the baseline of a row: another at the same batch and image size.
 
     `wanted` is the value of --baseline. None: the same file in FP32 (or FP16, BF16), else the float file, in the same
@@ -34,7 +33,7 @@ def baseline_of(
     return _first_precision(there)
 
 
-def _first_precision(there: Sequence[dict[str, Any]]) -> dict[str, Any] | None:
+def _first_precision(there: Sequence[Row]) -> Row | None:
     """Return the result in the first measured precision of FLOATS, or the only result; None if several qualify."""
     for precision in (*FLOATS, 'int8', ''):
         rows = [r for r in there if r['precision'] == precision]
@@ -43,19 +42,15 @@ def _first_precision(there: Sequence[dict[str, Any]]) -> dict[str, Any] | None:
     return None
 
 
-def change(result: dict[str, Any], baseline: dict[str, Any]) -> dict[str, Any]:
-    """Compare a result with its baseline.
-
-    Returns:
-        'model', 'backend' and 'types' of the baseline; 'latency_percent' and 'images_per_s_percent', the change of the median
-        latency and of the throughput; 'latency_speed_up' and 'images_per_s_speed_up', how many times as fast; 'points', the
-        difference of each accuracy metric in points (0.01), None if one of the two lacks it.
-    """
+def change(result: Row, baseline: Row) -> Against:
+    """Compare a result with its baseline, by median latency and throughput; without points if one of the two has no accuracy."""
     latency = [r['latency']['median'] for r in (baseline, result)]
     rate = [r['images_per_s'] for r in (baseline, result)]
     before, after = baseline['accuracy'], result['accuracy']
     return {
-        **{key: baseline[key] for key in ('model', 'backend', 'types')},
+        'model': baseline['model'],
+        'backend': baseline['backend'],
+        'types': baseline['types'],
         'latency_percent': 100 * (latency[1] / latency[0] - 1),
         'latency_speed_up': latency[0] / latency[1],
         'images_per_s_percent': 100 * (rate[1] / rate[0] - 1),
@@ -66,9 +61,9 @@ def change(result: dict[str, Any], baseline: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def with_changes(results: Sequence[dict[str, Any]], wanted: str | None = None) -> list[dict[str, Any]]:
+def with_changes(results: Sequence[Row], wanted: str | None = None) -> list[Row]:
     """Return rows with 'against': the `change` against the baseline, see `baseline_of`; None without one."""
-    rows = []
+    rows: list[Row] = []
     for result in results:
         baseline = baseline_of(result, results, wanted)
         rows.append({**result, 'against': change(result, baseline) if baseline else None})
@@ -90,10 +85,10 @@ class Gain(NamedTuple):
         return f'{self.times:.2f} times as fast as {self.precision} at batch {self.batch}{said}'
 
 
-def int8_gains(results: Sequence[dict[str, Any]]) -> Iterator[Gain]:
+def int8_gains(results: Sequence[Row]) -> Iterator[Gain]:
     """Compare each INT8 file with the fastest float precision, in each backend and image size, at each batch that has both."""
 
-    def place(result: dict[str, Any]) -> tuple[str, list[int], int]:
+    def place(result: Row) -> tuple[str, list[int], int]:
         return result['backend'], list(result['imgsz'] or ()), result['batch']
 
     several = len({tuple(r['imgsz'] or ()) for r in results}) > 1
@@ -108,12 +103,12 @@ def int8_gains(results: Sequence[dict[str, Any]]) -> Iterator[Gain]:
             yield Gain(name, backend, image, batch, fastest['precision'].upper(), times)
 
 
-def is_int8(result: dict[str, Any]) -> bool:
+def is_int8(result: Row) -> bool:
     """Tell whether a row computed in INT8, and did not simulate it."""
     return result['precision'] == 'int8' and result['types'] != SIMULATED
 
 
-def speed_conclusions(results: Sequence[dict[str, Any]]) -> list[str]:
+def speed_conclusions(results: Sequence[Row]) -> list[str]:
     """Sum up rows with short names in a sentence for each INT8 file in each backend, and one about the fastest files."""
     said: list[str] = []
     gains_of: dict[str, list[str]] = {}
@@ -123,7 +118,7 @@ def speed_conclusions(results: Sequence[dict[str, Any]]) -> list[str]:
     for what, gains in gains_of.items():
         said.append(f'{what} the fastest float precision: {", ".join(gains)}.')
 
-    def named(result: dict[str, Any]) -> str:
+    def named(result: Row) -> str:
         return f'at batch {result["batch"]}: {result["model"]} in {result["backend"]}, {result["types"]}'
 
     soonest = min(results, key=lambda r: r['latency']['median'])

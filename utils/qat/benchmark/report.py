@@ -14,6 +14,7 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
 from utils.qat.benchmark.baseline import speed_conclusions, with_changes
+from utils.qat.benchmark.rows import Row
 from utils.qat.benchmark.tables import csv_text, markdown_tables, precision_table, series, short_table, with_short_names
 from utils.qat.core.files import write_json, write_picture, write_text
 from utils.qat.core.machine import machine_table
@@ -25,19 +26,19 @@ WIDE_RANGE = 20  # ratio of largest to smallest value from which an axis is loga
 DISTURBED = 25  # per cent: if other processes use more of the CPU, times are unreliable
 
 
-def label(result: dict[str, Any]) -> str:
+def label(result: Row) -> str:
     """Name the series of a result, for Matplotlib."""
     return literal(', '.join(filter(None, series(result))))
 
 
-def colours(results: Sequence[dict[str, Any]]) -> dict[str, tuple[float, float, float]]:
+def colours(results: Sequence[Row]) -> dict[str, tuple[float, float, float]]:
     """Assign a colour to each series: label → RGB in 0..1, in the order of the results."""
     labels = list(dict.fromkeys(map(label, results)))
     number = 10 if len(labels) <= 10 else 20
     return {text: colormaps[f'tab{number}'](i % number)[:3] for i, text in enumerate(labels)}
 
 
-def _name_bars(axes: Axes, results: Sequence[dict[str, Any]], longest: float) -> None:
+def _name_bars(axes: Axes, results: Sequence[Row], longest: float) -> None:
     """Label the horizontal bars of `axes`, one per result from the top; `longest` is the end of the axis."""
     axes.set_yticks(range(len(results)), [label(r) for r in results], fontsize=8)
     axes.set(xlim=(0, longest), ylim=(len(results) - 0.4, -0.6))
@@ -45,7 +46,7 @@ def _name_bars(axes: Axes, results: Sequence[dict[str, Any]], longest: float) ->
     axes.set_axisbelow(True)
 
 
-def plot_latency(path: Path, results: Sequence[dict[str, Any]]) -> None:
+def plot_latency(path: Path, results: Sequence[Row]) -> None:
     """Draw the latency: a panel for each batch, a bar for each series.
 
     A bar is the median compute time, followed by the transfers in a lighter tone. A line spans the end-to-end latency from
@@ -79,7 +80,7 @@ def plot_latency(path: Path, results: Sequence[dict[str, Any]]) -> None:
     write_picture(figure, path)
 
 
-def plot_throughput(path: Path, results: Sequence[dict[str, Any]]) -> None:
+def plot_throughput(path: Path, results: Sequence[Row]) -> None:
     """Draw the images per second against the batch, a line for each series; for a single batch a bar for each."""
     colour = colours(results)
     speeds, batches = [r['images_per_s'] for r in results], sorted({r['batch'] for r in results})
@@ -141,14 +142,14 @@ def plot_usage(path: Path, report: dict[str, Any]) -> None:
     write_picture(figure, path)
 
 
-def notes(results: Sequence[dict[str, Any]]) -> list[Markdown]:
+def notes(results: Sequence[Row]) -> list[Markdown]:
     """Return the distinct notes on how engines ran their files."""
     return list(dict.fromkeys(escaped(f'{r["model"]}: {"; ".join(r["notes"])}') for r in results if r['notes']))
 
 
-def disturbance(results: Sequence[dict[str, Any]]) -> str:
+def disturbance(results: Sequence[Row]) -> str:
     """Report how much of the CPU other processes used during the measurements; '' if less than DISTURBED or unknown."""
-    percents = [r['usage']['others_percent'] for r in results if 'others_percent' in (r['usage'] or {})]
+    percents = [load['others_percent'] for r in results if (load := r['usage']) and 'others_percent' in load]
     if max(percents, default=0) < DISTURBED:
         return ''
     share = ' to '.join(dict.fromkeys(f'{percent:.0f}' for percent in (min(percents), max(percents))))

@@ -8,12 +8,11 @@ import gc
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 
 from utils.qat.benchmark.model_files import shapes_of
-from utils.qat.benchmark.tables import Row
+from utils.qat.benchmark.rows import Accuracy, Facts, Load, Row
 from utils.qat.benchmark.timing import Timing
 from utils.qat.benchmark.usage import Usage
 from utils.qat.config.tables import BACKENDS
@@ -44,8 +43,8 @@ class Running:
     measured: Measured | None = None
     inputs: Inputs = field(default_factory=dict)
     timing: Timing = field(default_factory=Timing)
-    facts: Row = field(default_factory=dict)
-    memory: dict[str, Any] = field(default_factory=dict)
+    facts: Facts | None = None
+    memory: Load = field(default_factory=Load)
     turns: list[tuple[float, float]] = field(default_factory=list)
 
     def turn(self, conditions: Conditions, usage: Usage, opened: ExitStack) -> None:
@@ -78,13 +77,13 @@ class Running:
             self.measured = measured
         return measured
 
-    def _facts(self, measured: Measured) -> Row:
+    def _facts(self, measured: Measured) -> Facts:
         measurement, model, accepts = self.measurement, self.measurement.model, measured.accepts
         return {
             'model': str(measurement.file),
-            'given': str(model.file),  # on the command line: the .onnx file, if its checkpoint ran
+            'given': str(model.file),
             'backend': BACKENDS[measurement.backend].title,
-            'types': measured.types,  # of the computation, in words; SIMULATED of INT8 computed in float
+            'types': measured.types,
             'precision': measurement.precision,
             'imgsz': next((shape[2:] for _, shape in self.inputs.values() if len(shape) == 4), None),
             'batch': measurement.batch,
@@ -99,6 +98,7 @@ class Running:
     def row(self, usage: Usage) -> Row:
         """Sum up all turns: a row of benchmark.json."""
         figures = self.timing.figures()
+        assert self.facts  # it took its turns
         return {
             **self.facts,
             **figures,
@@ -181,7 +181,7 @@ def free_memory() -> None:
 
 def score(done: Sequence[tuple[Measurement, Row]], conditions: Conditions, leave_out: Callable[[str], None]) -> None:
     """Set the 'accuracy' of rows, once for all batches of a model. leave_out: gets the reason why a model has none."""
-    scores: dict[tuple[Any, ...], dict[str, Any] | None] = {}
+    scores: dict[tuple[object, ...], Accuracy | None] = {}
     for measurement, row in done:
         scored = measurement.file, measurement.backend, measurement.precision, row['imgsz']
         if scored not in scores:
@@ -193,7 +193,7 @@ def score(done: Sequence[tuple[Measurement, Row]], conditions: Conditions, leave
         row['accuracy'] = scores[scored]
 
 
-def accuracy_of(measurement: Measurement, imgsz: tuple[int, ...] | None, conditions: Conditions) -> dict[str, Any]:
+def accuracy_of(measurement: Measurement, imgsz: Sequence[int] | None, conditions: Conditions) -> Accuracy:
     """Score a model as it was measured, at height and width `imgsz`; its engine must exist.
 
     Returns:

@@ -11,11 +11,11 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from utils.qat.benchmark.baseline import ACCURACIES, FLOATS
+from utils.qat.benchmark.rows import Row, Shown
 from utils.qat.core.files import distinct_names
 from utils.qat.core.text import markdown_table, pixels, visible
 from utils.qat.vendors.vendor import SIMULATED
 
-Row = dict[str, Any]  # see run.Running.row; with 'against', see baseline.with_changes
 PARTS = {'enqueue': 'enqueue', 'h2d': 'H2D', 'gpu_compute': 'GPU compute', 'd2h': 'D2H'}  # as trtexec names them
 
 
@@ -26,7 +26,7 @@ class Column(NamedTuple):
     path: str  # keys of the figure in a row, such as 'latency.median'
     form: str = '{}'  # of the figure in Markdown; CSV has all its digits
 
-    def figure(self, row: Row) -> Any:
+    def figure(self, row: Shown) -> Any:
         """Return the figure of a row; None if there is none."""
         figure: Any = row
         for key in self.path.split('.'):
@@ -147,7 +147,7 @@ def series(result: Row) -> tuple[str, str, str, str]:
     return result['model'], result['backend'], result['types'], pixels(result['imgsz'])
 
 
-def with_shown(row: Row) -> Row:
+def with_shown(row: Row) -> Shown:
     """Return a row with the derived figures of the tables; 'change' is None for a row against itself."""
     against, (height, width), parameters = row['against'], row['imgsz'] or (None, None), row['parameters']
     names = [against[key] for key in ('model', 'backend', 'types')] if against else []
@@ -167,9 +167,9 @@ def with_shown(row: Row) -> Row:
     }
 
 
-def models_of(rows: Sequence[Row]) -> list[Row]:
+def models_of(rows: Sequence[Shown]) -> list[Shown]:
     """Return a row for each file that ran (a series, or the engine of one batch), with the best of its batches."""
-    groups: dict[tuple[Any, ...], list[Row]] = {}
+    groups: dict[tuple[object, ...], list[Shown]] = {}
     for row in rows:
         groups.setdefault((*series(row), row['size_bytes'], row['parameters'], row['layers']), []).append(row)
     return [
@@ -183,11 +183,11 @@ def models_of(rows: Sequence[Row]) -> list[Row]:
     ]
 
 
-def _best(column: Column, row: Row) -> str:
+def _best(column: Column, row: Shown) -> str:
     return f'{column.form.format(column.figure(row))} (batch {row["batch"]})'
 
 
-def _markdown(columns: Sequence[Column], rows: Sequence[Row]) -> str:
+def _markdown(columns: Sequence[Column], rows: Sequence[Shown]) -> str:
     """Make a Markdown table of the columns that are not empty."""
     shown = [column for column in columns if any(column.figure(row) is not None for row in rows)]
     cells = [[(column.form, column.figure(row)) for column in shown] for row in rows]
@@ -230,7 +230,7 @@ def precision_table(results: Sequence[Row]) -> str:
 
 
 def _by_precision(
-    column: Column, best: Callable[..., float], precisions: Sequence[str], rows: Sequence[Row]
+    column: Column, best: Callable[..., float], precisions: Sequence[str], rows: Sequence[Shown]
 ) -> Iterator[str]:
     """Yield the best figure of each precision, and the speed-up of INT8 against the best float one; '-' for what is missing."""
     figures = {p: best(column.figure(r) for r in rows if r['precision'] == p) for p in {r['precision'] for r in rows}}

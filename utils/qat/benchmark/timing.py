@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from utils.qat.benchmark.rows import Figures
 from utils.qat.vendors.measured import Measured
 
 PARTS = 'h2d', 'compute', 'd2h', 'enqueue'  # of a query
@@ -132,17 +133,18 @@ class Timing:
         self.host_seconds += served[1]
         self.compute_seconds += served[2]
 
-    def figures(self) -> dict[str, Any]:
-        """Return the timed figures of a row, of all turns; see run.Running.row."""
+    def figures(self) -> Figures:
+        """Return the timed figures of a row, of all turns."""
         samples, gpu = self.samples, bool(self.queued)
         latency = np.sum([samples[part] for part in ('h2d', 'compute', 'd2h')], 0) if gpu else samples['compute']
         return {
-            'queries': len(samples['compute']),  # one at a time
-            'qps': self.queries / self.host_seconds,  # queries per second: on a GPU queued, in OpenVINO in streams
-            'latency': statistics(latency),  # ms, of one query alone, with its transfers
-            'compute': statistics(self.queued or samples['compute']),  # ms, in the model
-            # ms: inputs to the GPU, outputs from it, and until the host has queued a query; None on a CPU
-            **{part: statistics(samples[part]) if gpu else None for part in ('h2d', 'd2h', 'enqueue')},
-            'host_seconds': self.host_seconds,  # of the queries for the throughput
-            'compute_seconds': self.compute_seconds,  # of these, in the model; with several streams their sum
+            'queries': len(samples['compute']),
+            'qps': self.queries / self.host_seconds,
+            'latency': statistics(latency),
+            'compute': statistics(self.queued or samples['compute']),
+            'h2d': statistics(samples['h2d']) if gpu else None,
+            'd2h': statistics(samples['d2h']) if gpu else None,
+            'enqueue': statistics(samples['enqueue']) if gpu else None,
+            'host_seconds': self.host_seconds,
+            'compute_seconds': self.compute_seconds,
         }

@@ -11,11 +11,12 @@ import importlib
 import threading
 import time
 from collections.abc import Callable, Sequence
+from statistics import fmean
 from typing import NamedTuple
 
-import numpy as np
 import torch
 
+from utils.qat.benchmark.rows import Load
 from utils.qat.core.errors import QatError, reporting
 from utils.qat.core.log import LOGGER
 from utils.qat.core.machine import NVML_FAILS, clock_scales, nvml_of, usable_cores
@@ -116,7 +117,7 @@ class Usage:
         """Return the start for `added`: (seconds, MiB); MiB is None if nothing can be sampled."""
         return self.now(), self._take().memory if self.probe else None
 
-    def added(self, begun: tuple[float, float | None]) -> dict[str, float]:
+    def added(self, begun: tuple[float, float | None]) -> Load:
         """Return 'peak_mib' and 'added_mib' (peak less the memory at the start) since `begun`, see `begin`; empty if not sampled."""
         start, before = begun
         if before is None:
@@ -125,17 +126,12 @@ class Usage:
         peak = max(s.memory for s in self.samples if s.seconds >= start)
         return {'peak_mib': peak, 'added_mib': max(0.0, peak - before)}
 
-    def during(self, turns: Sequence[tuple[float, float]]) -> dict[str, float]:
-        """Average the samples in turns, each from and to some seconds since the start.
-
-        Returns:
-            'percent' (utilisation) and, where the system tells them, 'clock_mhz' and 'others_percent' (utilisation of the CPU by
-            other processes). Empty if no sample fell into a turn.
-        """
+    def during(self, turns: Sequence[tuple[float, float]]) -> Load:
+        """Average the samples in turns, each from and to some seconds since the start; empty if none fell into a turn."""
         samples = [s for s in self.samples if any(start <= s.seconds <= end for start, end in turns)]
-        told = {
-            'percent': [s.percent for s in samples],
-            'clock_mhz': [s.clock for s in samples if s.clock is not None],
-            'others_percent': [s.others for s in samples if s.others is not None],
-        }
-        return {name: float(np.mean(values)) for name, values in told.items() if values and len(values) == len(samples)}
+        load = Load(percent=fmean(s.percent for s in samples)) if samples else Load()
+        if clocks := [s.clock for s in samples if s.clock is not None]:
+            load['clock_mhz'] = fmean(clocks)
+        if others := [s.others for s in samples if s.others is not None]:
+            load['others_percent'] = fmean(others)
+        return load

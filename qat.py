@@ -153,6 +153,7 @@ def sensitive(config: SensitiveConfig, folder: Path | None) -> None:
     from utils.qat.evaluation.interval import in_words
     from utils.qat.run.sensitivity_summary import (
         FILE,
+        Summary,
         change_in,
         nothing_lost,
         options_for,
@@ -180,7 +181,7 @@ def sensitive(config: SensitiveConfig, folder: Path | None) -> None:
     )
     times['all'] = time.perf_counter() - start
 
-    summary = {
+    summary: Summary = {
         'weights': config.weights.name,
         'weights_sha256': inputs.sha256,
         'settings': config.plain(),

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from models.quantize.activations import exchangeable
 from models.quantize.convert import find_twins
@@ -12,7 +12,7 @@ from utils.qat.config.tables import load_target
 from utils.qat.core.errors import QatError
 from utils.qat.core.log import LOGGER
 from utils.qat.core.upstream import Network
-from utils.qat.run.sensitivity_summary import read_summary, worst
+from utils.qat.run.sensitivity_summary import Summary, Unit, read_summary, worst
 
 T = TypeVar('T')
 
@@ -22,17 +22,20 @@ class Kept:
     """Paths of blocks, see convert.find_twins, or of activation functions; and the units that may be added to them."""
 
     paths: list[str]
-    summary: Any = None  # of the units, see sensitivity_summary.read_summary; None if none may be added
+    summary: Summary | None = None  # of the units; None if none may be added
 
-    def by_distortion_per_flop(self) -> list[dict[str, Any]]:
+    def by_distortion_per_flop(self) -> list[Unit]:
         """Sort the units in the order in which they are added: most distortion per FLOP first."""
-        return sorted(self.summary['units'], key=lambda u: -u['distortion'] / max(u['flops'], 1))
+        return sorted(
+            self.summary['units'] if self.summary else (), key=lambda u: -u['distortion'] / max(u['flops'], 1)
+        )
 
-    def _share_changed(self, kept: Sequence[dict[str, Any]]) -> float:
+    def _share_changed(self, kept: Sequence[Unit]) -> float:
         """Compute the share of the model's FLOPs that are not in the units `kept`, 0..1."""
+        assert self.summary
         return sum(u['flops'] for u in self.summary['units'] if u not in kept) / self.summary['flops']
 
-    def adding(self, units: Sequence[dict[str, Any]]) -> 'Kept':
+    def adding(self, units: Sequence[Unit]) -> 'Kept':
         """Add `units` of the summary, and log them."""
         names, share = ', '.join(u['unit'] for u in units), self._share_changed(units)
         if ranks_activations(self.summary):
@@ -43,9 +46,9 @@ class Kept:
         return replace(self, paths=sorted({*self.paths, *(path for unit in units for path in unit['twins'])}))
 
 
-def ranks_activations(summary: Any) -> bool:
+def ranks_activations(summary: Summary | None) -> bool:
     """Tell whether a summary ranks exchanged activation functions, and not INT8."""
-    return bool(summary) and summary['settings']['activation'] != 'keep'
+    return summary is not None and summary['settings']['activation'] != 'keep'
 
 
 def kept_of(reference: Network, config: QuantizeConfig, source: str) -> tuple[Kept, Kept]:

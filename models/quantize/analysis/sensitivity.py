@@ -29,6 +29,7 @@ from utils.qat.config.qat import SensitiveConfig
 from utils.qat.core.distributed import all_reduce, rank, world_size
 from utils.qat.core.upstream import Network
 from utils.qat.data.loaders import channels_last
+from utils.qat.run.sensitivity_summary import Costs, Unit
 
 MEASURED = 10  # units with the highest estimate, which are measured
 
@@ -190,12 +191,11 @@ def analyse(
     corrected: bool,
     progress: Callable[..., Iterable],
     times: dict[str, float],
-) -> dict[str, Any]:
+) -> Costs:
     """Estimate the cost of INT8 in each unit of `model`, and measure it for the worst units; for all with --metric ap.
 
     `loader` (loaders.Loaders.scored) has this process's share of a torchrun. `corrected`: the biases of `model` are corrected.
-    `times` gets the seconds of 'estimate' and 'measure'. Returns plain values for
-    summary-sensitive-analysis.json: 'float', 'int8', 'flops' and 'units'.
+    `times` gets the seconds of 'estimate' and 'measure'.
     """
     start = time.perf_counter()
     forms = ActivationForms(model) if config.exchanges else TwinForms(model, reference)
@@ -220,7 +220,7 @@ def analyse(
         lambda it: progress(it, f'measuring {len(chosen)}'),
     )
     times['measure'] = time.perf_counter() - start - times['estimate']
-    rows = []
+    rows: list[Unit] = []
     for unit, paths in units.items():
         measured = {way: measurements[unit, way] for way in ('only', 'without')} if unit in chosen else None
         module = reference.get_submodule(unit)

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict
 
 from matplotlib.figure import Figure
 
@@ -79,7 +79,44 @@ SUMMARY = {  # see json_schema.misfit
 }
 
 
-def plot_sensitivity(path: Path, summary: dict[str, Any], task: Task) -> None:
+class Unit(TypedDict):
+    """A layer, block or convolution, and what it costs."""
+
+    unit: str  # its path
+    kind: str
+    convolutions: int
+    flops: int
+    parameters: int
+    estimated: dict[str, float]  # 'only' with it in INT8, 'without' it alone in float → divergence
+    measured: dict[str, dict[str, Any]] | None  # likewise → figures, see MEASURED; None if it was not measured
+    distortion: float
+    twins: list[str]  # paths of its blocks
+    ranges: dict[str, float | list[float]]
+
+
+class Costs(TypedDict):
+    """What `analyse` measures: of the float model and of the whole in INT8 figures (see MEASURED), and of each unit."""
+
+    float: dict[str, Any]
+    int8: dict[str, Any]
+    flops: int
+    units: list[Unit]
+
+
+class Summary(Costs):
+    """The content of FILE, beside its kind and version."""
+
+    weights: str
+    weights_sha256: str
+    settings: dict[str, Any]  # see SensitiveConfig.plain
+    versions: dict[str, str]
+    device: str
+    images: int
+    calibration: dict[str, Any]
+    times: dict[str, float]  # seconds
+
+
+def plot_sensitivity(path: Path, summary: Summary, task: Task) -> None:
     """Draw the distortion of each unit as bars in the order of the network, coloured by kind, and of all in INT8 as a line."""
     units = summary['units']
     kinds = sorted({u['kind'] for u in units})
@@ -103,7 +140,7 @@ def plot_sensitivity(path: Path, summary: dict[str, Any], task: Task) -> None:
     write_picture(figure, path)
 
 
-def _contradiction(summary: dict[str, Any]) -> str | None:
+def _contradiction(summary: Summary) -> str | None:
     """Find an entry of a valid summary that contradicts another; None if there is none."""
     units = summary['units']
     names, twins = [u['unit'] for u in units], [path for u in units for path in u['twins']]
@@ -123,7 +160,7 @@ def read_summary(
     target: Target,
     activation: str = 'keep',
     functions: Iterable[str] = (),
-) -> dict[str, Any]:
+) -> Summary:
     """Read and check the summary of --sensitive, for the content see SUMMARY.
 
     `source` is the SHA-256 of the float checkpoint, `twins` are paths of the blocks in it that can be quantized. The summary may be
@@ -163,18 +200,18 @@ def read_summary(
     return summary
 
 
-def change_in(summary: dict[str, Any]) -> str:
+def change_in(summary: Summary) -> str:
     """Name what a unit's cost is the cost of: 'in INT8', or such as 'with relu'."""
     activation = summary['settings']['activation']
     return 'in INT8' if activation == 'keep' else f'with {activation}'
 
 
-def worst(summary: dict[str, Any]) -> list[dict[str, Any]]:
+def worst(summary: Summary) -> list[Unit]:
     """Sort the units of a summary by their distortion, largest first."""
     return sorted(summary['units'], key=lambda u: -u['distortion'])
 
 
-def options_for(summary: dict[str, Any]) -> list[object]:
+def options_for(summary: Summary) -> list[object]:
     """Choose the options of `quantize` with which units stay, or none: [] if the images show no loss."""
     whole = summary['int8'].get('against_float')
     if whole is None:  # without AP there is no budget
@@ -183,7 +220,7 @@ def options_for(summary: dict[str, Any]) -> list[object]:
     return ['--sensitive', FILE, '--max-drop', min(BUDGET, int(50 * lost) / 100)] if lost > 0 else []
 
 
-def nothing_lost(summary: dict[str, Any]) -> str:
+def nothing_lost(summary: Summary) -> str:
     """Say that no unit has to stay; '' if one has, or if AP was not measured."""
     needed = options_for(summary)
     return (
@@ -193,15 +230,15 @@ def nothing_lost(summary: dict[str, Any]) -> str:
     )
 
 
-def summary_table(summary: dict[str, Any], task: Task, limit: int | None = None) -> str:
+def summary_table(summary: Summary, task: Task, limit: int | None = None) -> str:
     """Format the units of the largest distortion, at most `limit`, the measured ones first, as a Markdown table."""
     in_int8 = change_in(summary) == 'in INT8'
 
-    def gain(unit: dict[str, Any]) -> str:
+    def gain(unit: Unit) -> str:
         change = (unit['measured'] or {}).get('without', {}).get('against_int8')
         return in_points(change) if change else '-'
 
-    def measured(unit: dict[str, Any], way: str) -> str:
+    def measured(unit: Unit, way: str) -> str:
         return f'{unit["measured"][way]["divergence"]:.2g}' if unit['measured'] else '-'
 
     rows = [
@@ -228,7 +265,7 @@ def summary_table(summary: dict[str, Any], task: Task, limit: int | None = None)
     return f'{markdown_table(titles, rows)}\n\n{DIVERGENCE}'
 
 
-def write_summary(folder: Path, summary: dict[str, Any], task: Task, following: str) -> None:
+def write_summary(folder: Path, summary: Summary, task: Task, following: str) -> None:
     """Write a summary as JSON, and as a report: a picture, all units in a table, what the figures mean, and the next command."""
     write_json(folder / FILE, {'kind': KIND, 'version': VERSION, **summary})
     plot_sensitivity(folder / 'sensitivity.png', summary, task)

@@ -32,6 +32,7 @@ from utils.qat.core.run_folder import run_folder
 
 if TYPE_CHECKING:
     from models.quantize.run.run import Inputs
+    from utils.qat.run.state import Calibration
 
 
 def parse_args(argv: Sequence[str] | None) -> Sequence[QuantizeConfig | SensitiveConfig | EvalConfig | ShipConfig]:
@@ -172,7 +173,7 @@ def sensitive(config: SensitiveConfig, folder: Path | None) -> None:
     if config.exchanges:
         paths = exchangeable(inputs.model, config.activation)
         model = exchanged(inputs.model, config.activation, paths)
-        calibration: dict[str, Any] = {'method': config.activation, 'biases': 'none', 'divergence': {}}
+        calibration: Calibration = {'method': config.activation, 'biases': 'none', 'divergence': {}}
     else:
         model, calibration = calibrated(inputs.model, inputs.images.calibration(), config, bar)
     times = {'calibrate': time.perf_counter() - start}

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from utils.qat.core.upstream import Network
     from utils.qat.evaluation.metrics import Metrics
     from utils.qat.graph.audit import Audit
+    from utils.qat.run.state import Calibration
 
     Batches = Sequence[Tensor]  # sized and re-iterable, as a DataLoader of images is
 
@@ -74,7 +75,7 @@ def prepare(model: Network, target: str, exclude: Sequence[str] = (), only: Sequ
     model.quant = {'source_sha256': '', **getattr(model, 'quant', {}), 'recipe': {**config.plain(), 'kept_float': kept}}
 
 
-def calibrate(model: Network, forward_loop: Callable[[Network], Any], **settings: Any) -> dict[str, Any]:
+def calibrate(model: Network, forward_loop: Callable[[Network], Any], **settings: Any) -> Calibration:
     """Find the ranges of a prepared model, by the images of a loop over batches and settings of `qat.py quantize`; say how.
 
     >>> how = q.calibrate(model, lambda model: [model(images) for images in batches], calib_method='mse')

@@ -38,6 +38,7 @@ from utils.qat.core.errors import QatError
 from utils.qat.core.log import LOGGER, unshown
 from utils.qat.core.upstream import Network
 from utils.qat.data.loaders import Images, channels_last
+from utils.qat.run.state import Calibration
 
 CORRECTED = ' + biases'  # follows the name of a method if the divergence was measured with corrected biases
 UNUSABLE = 0.5  # at this divergence and above detections are lost
@@ -219,12 +220,11 @@ def calibrate(
     sample: Sample,
     config: PtqConfig,
     progress: Callable[..., Iterable] = unshown,
-) -> dict[str, Any]:
+) -> Calibration:
     """Calibrate a model of `prepare` in place on the images of a loop; `sample` chooses between the calibrations.
 
-    Returns plain values for the report: 'method', 'biases' ('all' or 'none' were corrected), and 'divergence', the
-    compared divergences. `progress` is called as log.bar is. Raises QatError, see `choose_calibration`, or if the model has
-    ranges: its biases may be corrected, and it would be compared with itself.
+    `progress` is called as log.bar is. Raises QatError, see `choose_calibration`, or if the model has ranges: its biases may be
+    corrected, and it would be compared with itself.
     """
     if not is_quantized(model) or has_ranges(model):
         raise QatError('calibration: takes a model once, after it was prepared; take the float model, and prepare it')
@@ -260,7 +260,7 @@ def calibrated(
     config: PtqConfig,
     progress: Callable[..., Iterable] = unshown,
     keep_float: Sequence[str] = (),
-) -> tuple[Network, dict[str, Any]]:
+) -> tuple[Network, Calibration]:
     """Make a calibrated quantized copy of a fused float model; `keep_float` has paths, see convert.find_twins.
 
     Returns also the values of `calibrate`. Raises QatError, see `prepare` and `calibrate`.

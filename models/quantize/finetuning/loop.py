@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from models.quantize.calibration.divergence import bins_of
-from models.quantize.finetuning.training_step import GraphedStep, NotFinite, TrainingStep
+from models.quantize.finetuning.training_step import GraphedStep, NotFinite, StepState, TrainingStep
 from models.quantize.network import has_known_head
 from models.quantize.network import layers as layers_of
 from utils.qat.backends.pytorch import task_of
@@ -53,7 +53,7 @@ class Epoch:
     loss: float  # mean over the steps
     steps: int
     seconds: float
-    state: dict[str, Any]  # of the training step, to continue from (see TrainingStep.state_dict)
+    state: StepState  # to continue from
 
 
 def supervised_layers(model: Network, stride: int) -> list[int]:

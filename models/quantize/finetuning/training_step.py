@@ -16,7 +16,7 @@ import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from copy import deepcopy
 from functools import partial
-from typing import Any
+from typing import Any, TypedDict
 
 import torch
 from torch.autograd.function import BackwardCFunction, FunctionCtx
@@ -38,6 +38,13 @@ LOSS_SCALE, GROW_AFTER = 2.0**13, 100  # the first scale, and the number of good
 BOXES = 'boxes'  # the term of the loss without a layer
 MOMENTS = 'step', 'exp_avg', 'exp_avg_sq'  # Adam's state of a parameter
 WARM_UP = 3  # steps before a CUDA graph is recorded, in which libraries choose kernels and allocate memory
+
+
+class StepState(TypedDict):
+    """What later steps depend on, on the CPU."""
+
+    tensors: dict[str, torch.Tensor]
+    optimizer: dict[int, dict[str, torch.Tensor]]  # number of a parameter → its state in Adam, by the names MOMENTS
 
 
 def _energy(x: torch.Tensor) -> torch.Tensor:
@@ -245,16 +252,13 @@ class TrainingStep:
             tensors.update(loss_scale=self.loss_scale, good_steps=self.good_steps)
         return tensors
 
-    def state_dict(self) -> dict[str, Any]:
-        """Copy the state that later steps depend on to the CPU, without the learning rate, which the caller sets.
-
-        'tensors': name → tensor. 'optimizer': number of a parameter → its state in Adam, by the names MOMENTS.
-        """
+    def state_dict(self) -> StepState:
+        """Copy the state that later steps depend on, without the learning rate, which the caller sets."""
         state = self.optimizer.state_dict()['state']
         return {'tensors': _copies(self._tensors()), 'optimizer': {i: _copies(moments) for i, moments in state.items()}}
 
     @torch.no_grad()
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state: StepState) -> None:
         """Continue from the `state_dict` of another TrainingStep, whose student has the same layers and quantizers.
 
         Raises ValueError, and changes nothing, if the state does not fit.
@@ -267,7 +271,7 @@ class TrainingStep:
         moments = {i: _copies(of_one) for i, of_one in state['optimizer'].items()}
         self.optimizer.load_state_dict({**self.optimizer.state_dict(), 'state': moments})
 
-    def _unlike(self, state: dict[str, Any]) -> str | None:
+    def _unlike(self, state: StepState) -> str | None:
         """Find the first tensor of a `state_dict` with another name, type, shape or range; None if all fit."""
         mine, given = self._tensors(), state['tensors']
         if given.keys() != mine.keys():
@@ -460,7 +464,7 @@ class GraphedStep:
         update.replay()
         return self.loss.clone()
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state: StepState) -> None:
         """Continue from a state, see TrainingStep.load_state_dict; the graphs are recorded anew."""
         self.step.load_state_dict(state)
         self.warm, self.graphs = 0, None

@@ -22,7 +22,7 @@ from utils.qat.core.log import LOGGER, bar
 from utils.qat.core.run_folder import DELIVERED
 from utils.qat.core.upstream import Network
 from utils.qat.data.loaders import Images, TrainingImages
-from utils.qat.run.state import ADAPTED, BEST, EPOCH, PTQ, Stage, unfit_state
+from utils.qat.run.state import ADAPTED, BEST, EPOCH, PTQ, Calibration, Stage, unfit_state
 
 
 def run_stages(run: Run) -> None:
@@ -92,7 +92,7 @@ def calibrate(run: Run, reference: Network, images: Images) -> None:
     """
     config, kept, state, start = run.config, run.float_blocks, run.state, time.perf_counter()
 
-    def attempt(tried: Kept) -> tuple[float, tuple[Network, dict[str, Any]]]:
+    def attempt(tried: Kept) -> tuple[float, tuple[Network, Calibration]]:
         model, how = calibrated(reference, images, config, bar, tried.paths)
         return points_lost_by(run, model, config.max_drop, tried is run.float_blocks), (model, how)
 

@@ -28,7 +28,7 @@ from utils.qat.evaluation.interval import (
 )
 from utils.qat.evaluation.metrics import Metrics, finds_nothing
 from utils.qat.evaluation.score_tables import Columns, plot_classes
-from utils.qat.run.state import BEST, FLOAT, LAST, PTQ, Stage, State
+from utils.qat.run.state import BEST, FLOAT, LAST, PTQ, Calibration, Stage, State
 
 NARROWEST = 0.02  # of the AP axis, so that differences below two points do not look like a collapse
 
@@ -226,13 +226,13 @@ def export_of_run(folder: Path, settings: dict[str, Any]) -> str:
     return export_command(folder / DELIVERED, settings['imgsz'], TARGETS[settings['target']].include)
 
 
-def calibration_text(calibration: dict[str, Any]) -> str:
+def calibration_text(calibration: Calibration) -> str:
     """State how the ranges were chosen, with a table of the compared divergences."""
     divergences, method = calibration['divergence'], calibration['method']
     chosen = f'Ranges of activations by {method}, {"no bias corrected" if calibration["biases"] == "none" else "biases corrected"}'
     if not divergences:
         return escaped(f'{chosen}.')
-    kept = min(divergences, key=divergences.get)
+    kept = min(divergences, key=divergences.__getitem__)
     rows = [(name, f'{value:.5f}', 'chosen' if name == kept else '') for name, value in divergences.items()]
     return (
         f'{escaped(chosen)}: of the compared calibrations the one whose outputs are closest to those of the float model '

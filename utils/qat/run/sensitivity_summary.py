@@ -17,6 +17,7 @@ from utils.qat.core.text import escaped, image, literal, markdown_table, visible
 from utils.qat.evaluation.interval import RESAMPLES, in_points, in_words, points_lost
 from utils.qat.evaluation.metrics import METRICS, DetectionMetrics
 from utils.qat.run.resume import json_kinds
+from utils.qat.run.state import Calibration
 from utils.qat.untrusted.json_schema import (
     AGAINST,
     CALIBRATION,
@@ -112,7 +113,7 @@ class Summary(Costs):
     versions: dict[str, str]
     device: str
     images: int
-    calibration: dict[str, Any]
+    calibration: Calibration
     times: dict[str, float]  # seconds
 
 

@@ -8,7 +8,7 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict
 
 import numpy as np
 
@@ -23,6 +23,14 @@ LAST = 3  # last epochs whose mean AP is reported: unlike the best epoch, their 
 STATE = 'weights/resume.pt'  # in the run's folder
 NAMED = re.compile(r'weights/[^/\0]*\.pt')
 FORMAT = 3  # of the file; in format 1 a part of it was in report.json, format 2 had no adaptation
+
+
+class Calibration(TypedDict):
+    """How ranges were chosen, see ptq.calibrate."""
+
+    method: str
+    biases: str  # 'all' or 'none' were corrected
+    divergence: dict[str, float]  # of each calibration that was compared
 
 
 @dataclass
@@ -90,7 +98,7 @@ class State:
     kept_activations: list[str] = kept(
         [str], default_factory=list
     )  # paths of functions that a summary left as they were
-    calibration: dict[str, Any] | None = kept((NONE, CALIBRATION), default=None)  # see ptq.calibrated
+    calibration: Calibration | None = kept((NONE, CALIBRATION), default=None)
     kept_float: list[str] = kept([str], default_factory=list)  # paths of blocks
     ptq: Any = kept((NONE, {'file': _file}, *SCORED), default=None)  # Stage: the calibrated model; None before
     epochs: list[Stage] = kept(

@@ -13,7 +13,6 @@ from models.deploy.ship.verdict import Outcome, sentence, would_change
 from utils.qat.benchmark.baseline import int8_gains
 from utils.qat.benchmark.report import disturbance
 from utils.qat.config.qat import LEARNT
-from utils.qat.config.settings import flag_of
 from utils.qat.core.command import command
 from utils.qat.core.errors import QatError
 from utils.qat.core.files import write_json
@@ -44,7 +43,8 @@ class Results:
     def __init__(self, plan: Plan, run: str) -> None:
         """Read the results. run: name of the run."""
         self.plan, self.run, speed = plan, run, read(plan.folder / f'{run}-speed/benchmark.json')
-        self.report = read(plan.folder / run / 'report.json')
+        self.report, learnt = read(plan.folder / run / 'report.json'), plan.config.activation in LEARNT
+        self.activation = plan.config.activation if learnt else self.report['settings']['activation']
         in_pytorch, self.file = read(plan.folder / f'{run}-outputs/compare.json')['comparisons']
         scores = self.file['reference'], in_pytorch['other'], self.file['other']
         self.float, self.int8, self.in_engine = map(scores_of, scores)
@@ -82,7 +82,7 @@ class Results:
     def decisions(self) -> str:
         """Tell what was decided and why: the placement, and what the report of `quantize` says of it."""
         target, whole = self.plan.target, (self.plan.folder / self.run / 'report.md').read_text(encoding='utf-8')
-        taken = ', '.join(f'{flag_of(name)} {self.report["settings"][name]}' for name in ('activation', 'epochs'))
+        taken = f'--activation {self.activation}, --epochs {self.report["settings"]["epochs"]}'
         placed = f': {target.placement}' * bool(target.placement)
         said = escaped(f'Q/DQ as {target.title} wants them, docs/placement.md{placed}. Taken: {taken}.')
         return f'{said}\n\n{whole[whole.index("## Calibration") :].partition("## Files")[0].strip()}'
@@ -101,13 +101,13 @@ class Results:
 
     def advice(self, reasons: dict[str, str]) -> list[str]:
         """Say what would change a verdict for float."""
-        config, taken = self.plan.config, self.report['settings']['activation']
+        config = self.plan.config
         amx, size, epochs = (
             not self.machine['gpu'] and 'AMX' in self.machine['instructions'],
             max(config.imgsz),
             config.epochs or 0,
         )
-        return would_change(reasons, self.plan.target.gains_by, taken, epochs, config.batch, size, amx)
+        return would_change(reasons, self.plan.target.gains_by, self.activation, epochs, config.batch, size, amx)
 
 
 def ways(plan: Plan, file: Path, checkpoint: Path) -> list[str]:

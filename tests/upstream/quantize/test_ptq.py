@@ -295,6 +295,20 @@ def test_an_unusable_calibration_is_said(small, capsys, changes, said):
 
 
 @torch.no_grad()
+def test_dead_channels_are_one_warning(small, capsys):
+    """Two of two convolutions: their weights have no range, which is raised."""
+    model = small.float_model()
+    dead = [m for m in model.modules() if isinstance(m, torch.nn.Conv2d)][:2]
+    for conv in dead:
+        conv.weight.data[:2] = 0
+    config = settings(imgsz=64, calib_images=4, calib_method='mse')
+    ptq.calibrated(
+        model, Loaders(load_data(small.data), config, 32, torch.device('cpu')).calibration(), config, unshown
+    )
+    [line] = [line for line in ''.join(capsys.readouterr()).splitlines() if 'raised' in line]
+    assert line.startswith('warning: 4 ranges of 2 quantizers raised ')
+
+
 def test_sqnr_by_hand(small):
     model, reference = small.quantized_model(), small.float_model()
     compared = ComparedModel(model, reference)

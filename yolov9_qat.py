@@ -75,7 +75,7 @@ def prepare(model: Network, target: str, exclude: Sequence[str] = (), only: Sequ
     model.quant = {'source_sha256': '', **getattr(model, 'quant', {}), 'recipe': {**config.plain(), 'kept_float': kept}}
 
 
-def calibrate(model: Network, forward_loop: Callable[[Network], Any], **settings: Any) -> Calibration:
+def calibrate(model: Network, forward_loop: Callable[[Network], object], **settings: Any) -> Calibration:
     """Find the ranges of a prepared model, by the images of a loop over batches and settings of `qat.py quantize`; say how.
 
     >>> how = q.calibrate(model, lambda model: [model(images) for images in batches], calib_method='mse')

@@ -1,7 +1,6 @@
 """Float model → float model: it learns to compute what it did with other activation functions."""
 
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any
 
 from models.quantize.activations import exchanges
 from models.quantize.finetuning.loop import Epoch, Learning, finetune
@@ -14,7 +13,7 @@ EXCHANGED_AT = 0.3  # share of the steps after which only the new functions are 
 def adapt(
     student: Network,
     teacher: Network,
-    images: Any,
+    images: object,
     how: Learning,
     progress: Callable[[Iterator, int, int], Iterable] | None = None,
     after: Epoch | None = None,

@@ -15,6 +15,7 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 from models.common import AConv, ADown, Bottleneck, CBFuse, RepNBottleneck
+from typing_extensions import Self
 
 from models.quantize.network import replace_module
 from models.quantize.quantizers import Quantizer, SiLUQuantizer, rounded_unit
@@ -55,7 +56,7 @@ class Twin:
         return type(block) is cls.float_class
 
     @classmethod
-    def from_float(cls, block: nn.Module) -> Any:
+    def from_float(cls, block: nn.Module) -> Self:
         """Make the quantized twin of `block`, without a calibration."""
         twin = _without_copy(cls, block)
         for name in twin.quantizer_names:
@@ -78,7 +79,7 @@ class WeightedTwin(Twin):
         weight: torch.Tensor
 
     @classmethod
-    def from_float(cls, block: nn.Module) -> Any:
+    def from_float(cls, block: nn.Module) -> Self:
         """Make the quantized twin of `block`, without a calibration."""
         twin = super().from_float(block)
         twin.weight_quantizer = Quantizer(axis=0)
@@ -220,7 +221,7 @@ class QuantSiLU(Twin, nn.SiLU):
     float_class = nn.SiLU
 
     @classmethod
-    def from_float(cls, block: nn.Module) -> Any:
+    def from_float(cls, block: nn.Module) -> Self:
         """Make the quantized twin of `block`, without a calibration."""
         twin = super().from_float(block)
         twin.input_quantizer = SiLUQuantizer()
@@ -261,7 +262,7 @@ class _QuantActivation(Twin):
     """
 
     @classmethod
-    def from_float(cls, block: nn.Module) -> Any:
+    def from_float(cls, block: nn.Module) -> Self:
         twin = super().from_float(block)
         if hasattr(twin, 'inplace'):
             twin.inplace = False  # calibrators and the backward pass read the input after the call
@@ -271,7 +272,7 @@ class _QuantActivation(Twin):
         return super().forward(self.input_quantizer(x))  # type: ignore[misc]  # of PyTorch's module
 
 
-def _quant_activation(cls: type) -> Any:
+def _quant_activation(cls: type) -> type[Twin]:
     """Make the twin of a class of activation functions."""
     return type(f'Quant{cls.__name__}', (_QuantActivation, cls), {'__module__': __name__, 'float_class': cls})
 
@@ -281,14 +282,14 @@ QuantELU, QuantCELU, QuantSELU, QuantGELU = map(_quant_activation, (nn.ELU, nn.C
 QuantMish, QuantHardswish, QuantSoftplus = map(_quant_activation, (nn.Mish, nn.Hardswish, nn.Softplus))
 QuantHardsigmoid, QuantSigmoid, QuantTanh = map(_quant_activation, (nn.Hardsigmoid, nn.Sigmoid, nn.Tanh))
 
-ACTIVATIONS: dict[type, Any] = {  # as TWINS, for targets whose engine fuses no activation function
+ACTIVATIONS: dict[type, type[Twin]] = {  # as TWINS, for targets whose engine fuses no activation function
     twin.float_class: twin
     for twin in (
         *(QuantSiLU, QuantReLU, QuantReLU6, QuantPReLU, QuantELU, QuantLeakyReLU, QuantCELU, QuantSELU, QuantGELU),
         *(QuantMish, QuantHardswish, QuantSoftplus, QuantHardsigmoid, QuantSigmoid, QuantTanh),
     )
 }
-TWINS: dict[type, Any] = {  # upstream class → its twin
+TWINS: dict[type, type[Twin]] = {  # upstream class → its twin
     twin.float_class: twin
     for twin in (QuantConv2d, QuantBottleneck, QuantRepNBottleneck, QuantAConv, QuantADown, QuantCBFuse)
 }

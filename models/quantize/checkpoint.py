@@ -80,7 +80,7 @@ class CheckpointFile:
         """The SHA-256 of the file as it was read, hex digits."""
         return sha256(self.path) if self.state is not None else self.digest.result()
 
-    def load_dual_or_float(self, device: torch.device | str = 'cpu') -> tuple[dict[str, Any], Network]:
+    def load_dual_or_float(self, device: torch.device | str = 'cpu') -> tuple[dict[str, object], Network]:
         """Build the checkpoint dict and its float model, not fused, with any head."""
         self._expect('float')
         return self._load(device)
@@ -98,7 +98,7 @@ class CheckpointFile:
             model = single
         return fuse(model).to(device)
 
-    def load_quantized(self, device: torch.device | str = 'cpu') -> tuple[Network, dict[str, Any]]:
+    def load_quantized(self, device: torch.device | str = 'cpu') -> tuple[Network, dict[str, object]]:
         """Build a quantized model that `save_model` wrote, and its `quant` dict."""
         self._expect('quantized')
         ckpt, model = self._load(device)
@@ -149,7 +149,7 @@ class CheckpointFile:
         require_names(model, f'--weights {self.path}')
         return ckpt, model.to(device)
 
-    def _built(self) -> Any:
+    def _built(self) -> object:
         """Build the content of the archive."""
         archive = self.archive
         del self.archive  # free its bytes as soon as the model does not need them
@@ -218,14 +218,14 @@ def _stored(tensor: torch.Tensor) -> torch.Tensor:
     return nn.Parameter(plain, requires_grad=False) if isinstance(tensor, nn.Parameter) else plain
 
 
-def save_model(path: Path, model: Network, recipe: dict[str, Any], source: str) -> None:
+def save_model(path: Path, model: Network, recipe: dict[str, object], source: str) -> None:
     """Write a checkpoint of a calibrated model, or of a float one, which has no recipe; upstream's val.py and detect.py can load it too.
 
     `recipe` has the settings as plain values, with the policies; `source` is the SHA-256 of the float checkpoint that it was made of,
     in hex digits. The model is in FP32: half precision would round the weights, so the file would differ from the measured model.
     Raises QatError if a quantized model is not calibrated.
     """
-    beside: dict[str, Any] = {'source_sha256': source}
+    beside: dict[str, object] = {'source_sha256': source}
     if is_quantized(model):
         require_ranges(model)
         kept = {'recipe': recipe, **beside, 'versions': versions(), 'scale_groups': shared_scales(model)}

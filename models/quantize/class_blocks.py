@@ -133,7 +133,7 @@ class QuantResBottleneckBlock(_QuantBlock, ResBottleneckBlock):
         return self.activation(self.added(self.proj(x) if self.proj else x, self.f(x)))
 
 
-TWINS: dict[type, Any] = {  # class of torchvision or PyTorch → its twin
+TWINS: dict[type, type[Twin]] = {  # class of torchvision or PyTorch → its twin
     twin.float_class: twin
     for twin in (
         QuantLinear,

@@ -2,7 +2,6 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch.nn as nn
 from models.common import DFL, CBFuse
@@ -16,6 +15,7 @@ from models.quantize.blocks import (
     QuantFusedReLU6,
     QuantResidual,
     QuantRoundedCBFuse,
+    Twin,
     is_quantized,
 )
 from models.quantize.pickled_modules import TORCHVISION
@@ -120,7 +120,7 @@ def unknown_modules(model: Network) -> dict[str, str]:
     }
 
 
-def twins_of(model: Network, target: Target) -> dict[type, Any]:
+def twins_of(model: Network, target: Target) -> dict[type, type[Twin]]:
     """Return the twins for a model and a target: class → twin."""
     twins = TWINS
     if not task_of(model).boxes:
@@ -177,7 +177,8 @@ def quantize_model(
             visit(child, f'{path}.')
             twin = twins.get(type(child))
             if twin and twin.suits(child) and path not in done.kept_float:
-                parent._modules[name] = new = twin.from_float(child)
+                new = twin.from_float(child)
+                setattr(parent, name, new)
                 if isinstance(new, QuantResidual):
                     wanted = target.add_policies.get(new.add_policy, new.add_policy)
                     if wanted != new.add_policy:

@@ -76,7 +76,7 @@ class _Modules(Values):
         fill_in.__setstate__(module, state)  # PyTorch's own adds what older versions did not store
         return module
 
-    def _attribute(self, module: torch.nn.Module, name: str, item: object, record: Call) -> Any:
+    def _attribute(self, module: torch.nn.Module, name: str, item: object, record: Call) -> object:
         """Build the value of an attribute from its record `item`; `record` is the module's. Refuse code."""
         kind = type(item)
         if name in UNUSED:
@@ -99,7 +99,7 @@ class _Modules(Values):
 
 
 @lru_cache(1024)
-def _require_names(cls: type, names: tuple[Any, ...]) -> None:
+def _require_names(cls: type, names: tuple[object, ...]) -> None:
     """Refuse names that are no identifiers, and attributes that hide a method or a property of `cls`.
 
     Two attributes may hide one, `forward` and `type`: `_attribute` checks these.
@@ -129,7 +129,7 @@ def _require_data(value: object, where: str) -> None:
             _require_data(part, where)
 
 
-def _method(module: torch.nn.Module, call: object, owner: Call) -> Any:
+def _method(module: torch.nn.Module, call: object, owner: Call) -> object:
     """Build a method. Its pickle is getattr(the layer itself or a class of layers, the name of a forward pass)."""
     if (
         type(call) is not Call
@@ -178,7 +178,7 @@ def _layer_class(name: Name) -> type[torch.nn.Module]:
 
 
 @cache
-def _defined(module: str, cls: str) -> Any:
+def _defined(module: str, cls: str) -> object:
     """Find the class `cls` if a file under models/ defines it. A file is imported only if it defines the class."""
     if module in sys.modules:
         return getattr(sys.modules[module], cls, None)

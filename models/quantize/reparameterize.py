@@ -51,8 +51,8 @@ class Weightless(TorchFunctionMode):
     made = torch.empty, torch.zeros, torch.ones, torch.rand, torch.randn
 
     def __torch_function__(
-        self, function: Any, types: Any, args: tuple = (), kwargs: Mapping[str, Any] | None = None
-    ) -> Any:
+        self, function: Any, types: object, args: tuple = (), kwargs: Mapping[str, object] | None = None
+    ) -> object:
         return function(*args, **{**(kwargs or {}), **({'device': 'meta'} if function in self.made else {})})
 
 

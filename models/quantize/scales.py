@@ -34,7 +34,7 @@ class _Groups:
 
     def __init__(self) -> None:
         self.parent: dict[int, int] = {}
-        self.alive: list[Any] = []
+        self.alive: list[object] = []
 
     def find(self, item: object) -> int:
         """Find the root of an object's group, as an identity."""
@@ -77,8 +77,8 @@ class _Watch(TorchFunctionMode):
         self.pooled: dict[tuple[int, str], torch.Tensor] = {}
 
     def __torch_function__(
-        self, func: Any, types: Any, args: tuple = (), kwargs: Mapping[str, Any] | None = None
-    ) -> Any:
+        self, func: Any, types: object, args: tuple = (), kwargs: Mapping[str, object] | None = None
+    ) -> object:
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
         if _moves(func, args, kwargs):
@@ -100,7 +100,7 @@ class _Signs(TorchFunctionMode):
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple = (), kwargs: Mapping[str, Any] | None = None
-    ) -> Any:
+    ) -> object:
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
         given = _tensors([*args, *kwargs.values()])

@@ -46,7 +46,7 @@ class BeforeUpstream:
     """A finder, first on sys.meta_path, that finds no module but notices when one of upstream is about to run."""
 
     @staticmethod
-    def find_spec(name: str, path: Any = None, target: Any = None) -> None:
+    def find_spec(name: str, path: object = None, target: object = None) -> None:
         """Apply the shims if `name` is a module of upstream."""
         if name.startswith(('utils.', 'models.')) and '.'.join(name.split('.')[:2]) not in OURS:
             sys.meta_path.remove(BeforeUpstream)
@@ -61,7 +61,7 @@ class TorchvisionWithoutDynamo:
     """
 
     @staticmethod
-    def find_spec(name: str, path: Any = None, target: Any = None) -> importlib.machinery.ModuleSpec | None:
+    def find_spec(name: str, path: object = None, target: Any = None) -> importlib.machinery.ModuleSpec | None:
         """Find torchvision, and no other module."""
         if name != 'torchvision':
             return None
@@ -103,7 +103,7 @@ def called_from_upstream(depth: int = 2) -> bool:
     return folder.is_relative_to(TREE) and 'site-packages' not in folder.relative_to(TREE).parts
 
 
-def stand_in(name: str, doc: str, **members: Any) -> types.ModuleType:
+def stand_in(name: str, doc: str, **members: object) -> types.ModuleType:
     """Put a module with these members into sys.modules, with a spec, so that importlib.util.find_spec finds it."""
     module = types.ModuleType(name, doc)
     module.__spec__ = importlib.machinery.ModuleSpec(name, loader=None)
@@ -123,7 +123,7 @@ def stand_in_until_used(name: str, *functions: str) -> types.ModuleType:
             del sys.modules[name]
         return importlib.import_module(name)
 
-    def attribute(asked: str) -> Any:
+    def attribute(asked: str) -> object:
         if asked.startswith('__'):  # torch asks each loaded module for its file (inspect.getmodule)
             raise AttributeError(asked)
         return getattr(real(), asked)
@@ -272,7 +272,7 @@ def pillow_getsize() -> bool:
     """
     from PIL import ImageFont
 
-    def getsize(self: Any, text: str, *args: Any, **kwargs: Any) -> tuple[int, int]:
+    def getsize(self: Any, text: str, *args: object, **kwargs: object) -> tuple[int, int]:
         left, _, right, bottom = self.getbbox(text, *args, **kwargs)
         return right - left, bottom
 
@@ -335,7 +335,7 @@ def torch_load_of_modules() -> bool:
     real = torch.load
 
     @functools.wraps(real)
-    def load(f: Any, *args: Any, **kwargs: Any) -> Any:
+    def load(f: Any, *args: Any, **kwargs: Any) -> object:
         # pickle_module is the positional argument after map_location: a caller who gives it has chosen already.
         if 'weights_only' in kwargs or 'pickle_module' in kwargs or len(args) > 1 or not called_from_upstream():
             return real(f, *args, **kwargs)

@@ -8,7 +8,6 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
 
 import torch
 
@@ -164,7 +163,7 @@ class Format(ABC):
         """Return the backend that runs the file for --verify; None if no backend can."""
         return self.runs_in
 
-    def reference(self, export: Export) -> Callable[[torch.Tensor], Any]:
+    def reference(self, export: Export) -> Callable[[torch.Tensor], object]:
         """Return the PyTorch function that the file reproduces: images → predictions."""
         return self.source.reference(export) if self.source else export.predict
 

@@ -14,7 +14,6 @@ from copy import deepcopy
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import onnx
@@ -72,7 +71,7 @@ def _trace(model: Network, images: torch.Tensor, path: Path, opset: int, dynamic
         )
 
 
-def input_metadata(batch: int, imgsz: Sequence[int], dynamic: bool) -> dict[str, Any]:
+def input_metadata(batch: int, imgsz: Sequence[int], dynamic: bool) -> dict[str, object]:
     """Return the metadata of an input, as Ultralytics' package reads them; see `export_onnx`."""
     return {'batch': batch, 'channels': 3, 'imgsz': list(imgsz), 'dynamic': dynamic}
 

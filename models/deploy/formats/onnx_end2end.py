@@ -8,7 +8,6 @@ file with the plugin cannot run there: only ONNX's checker sees it before Tensor
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
 import onnx
 import torch
@@ -91,7 +90,7 @@ def torch_masks(rows: Iterable[torch.Tensor], prototypes: torch.Tensor, pooling:
     return masks
 
 
-def torch_detections(outputs: Any, shape: tuple[int, int], nms: Nms, pooling: Pooling) -> list[Detections]:
+def torch_detections(outputs: object, shape: tuple[int, int], nms: Nms, pooling: Pooling) -> list[Detections]:
     """Compute detections of each image from the outputs of a model or file without NMS, as a file with NMS inside does.
 
     shape: height and width of the images.
@@ -271,7 +270,7 @@ class OnnxEnd2end(Format):
         return None if export.nms[0].kind == 'plugin' else export.config.backend
 
     @override
-    def reference(self, export: Export) -> Callable[[torch.Tensor], Any]:
+    def reference(self, export: Export) -> Callable[[torch.Tensor], object]:
         if not export.predict.task.boxes:
             return lambda images: torch.log_softmax(torch.as_tensor(export.predict(images)), 1)
         nms, pooling = export.nms

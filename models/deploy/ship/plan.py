@@ -80,7 +80,7 @@ class Plan:
         """Return the words of settings that are not the defaults."""
         return command_words({name: getattr(self.config, name) for name in names}, ShipConfig)
 
-    def images(self, **given: Any) -> list[object]:
+    def images(self, **given: object) -> list[object]:
         """Return options, and those that tell how images are read."""
         size = flags(imgsz=sides_words(self.config.imgsz))
         return [*flags(**given), *size, *self.typed('names_from', 'device', 'batch_size', 'workers')]
@@ -131,7 +131,7 @@ class Plan:
             line = command('scripts/build_engine.py', file, *flags(batch=batch, no_trtexec=True))  # by what runs it
             yield Step(f'{name}-engine', f'engine, {kind}', made, BUILT, line)
 
-    def quantized(self, run: str, taught: Path | None = None, **options: Any) -> Iterator[Step]:
+    def quantized(self, run: str, taught: Path | None = None, **options: object) -> Iterator[Step]:
         """Yield the steps from the float model to an INT8 file, its AP and its speed.
 
         taught: the float model with functions that an earlier run has taught it. options: further ones of `quantize`.

@@ -30,7 +30,7 @@ def read(file: Path) -> Any:
     return json.loads(file.read_text(encoding='utf-8'))
 
 
-def scores_of(values: dict[str, Any]) -> Metrics:
+def scores_of(values: dict[str, object]) -> Metrics:
     """Read the scores of a model. Raises QatError if the images have no labels."""
     if metrics := from_json(values):
         return metrics

@@ -113,7 +113,7 @@ class FormMetrics:
         self.predict, self.scorer = predict, scorer
         self.sums = torch.zeros(2 + 2 * len(predict.task.parts), dtype=torch.float64, device=predict.device)
 
-    def add(self, output: Any, wanted: Any, truth: Any) -> None:
+    def add(self, output: object, wanted: Any, truth: Any) -> None:
         """Add the outputs of a batch, in eval mode; `wanted`: those of the float model's head on the same images."""
         raw, predict = HeadOutputs.of(output), self.predict
         self.sums += torch.stack(
@@ -126,10 +126,10 @@ class FormMetrics:
             task = predict.task
             self.scorer.update(task.postprocess(task.predictions(output), truth.shape), truth)
 
-    def result(self) -> dict[str, Any]:
+    def result(self) -> dict[str, object]:
         """Compute the figures, as plain values, over all processes of a torchrun."""
         total, weight, *sums = all_reduce(self.sums.clone())
-        figures: dict[str, Any] = {
+        figures: dict[str, object] = {
             'divergence': (total / weight).item(),
             'sqnr': decibels(torch.stack(sums).view(-1, 2), self.predict.task.parts),
         }
@@ -160,7 +160,7 @@ def measure_units(
     interval.py).
     """
     model, predict = forms.model, TorchModel(forms.model)
-    metrics_of: dict[Any, FormMetrics] = {
+    metrics_of: dict[object, FormMetrics] = {
         key: FormMetrics(predict, predict.task.scorer(names) if scoring else None) for key in (FLOAT, INT8)
     }
     # The number of each unit's layer, as `layer_states` counts; 0 in a model that is run as a whole

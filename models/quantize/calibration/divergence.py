@@ -198,7 +198,7 @@ def decibels(sums: torch.Tensor, names: Sequence[str]) -> dict[str, float]:
 
 @torch.no_grad()
 def log_divergences(
-    model: Network, batches: Sequence[torch.Tensor], references: Sequence[Any]
+    model: Network, batches: Sequence[torch.Tensor], references: Sequence[object]
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Compute the logarithm of the divergence of each image, and its weight, see HeadOutputs.divergence_sums: FP64 [images] both.
 
@@ -218,7 +218,7 @@ def typical(logs: torch.Tensor, weights: torch.Tensor) -> float:
     return float(logs.mean().exp() / weights.mean())
 
 
-def typical_divergence(model: Network, batches: Sequence[torch.Tensor], references: Sequence[Any]) -> float:
+def typical_divergence(model: Network, batches: Sequence[torch.Tensor], references: Sequence[object]) -> float:
     """Measure the divergence of `model` on a typical image; the arguments are as in `log_divergences`."""
     return typical(*log_divergences(model, batches, references))
 

@@ -95,7 +95,7 @@ def is_behind(logs: torch.Tensor, best: torch.Tensor) -> bool:
 
 def race(
     names: Sequence[str],
-    parts: Sequence[Any],
+    parts: Sequence[object],
     measure: Callable[[str, Any], tuple[torch.Tensor, torch.Tensor]],
     progress: Callable[..., Iterable[str]],
 ) -> dict[str, float]:
@@ -172,7 +172,7 @@ def choose_calibration(
         set_ranges(model, ranges, histograms)
         correct_biases(model, biases, shifts)
 
-    def measure(name: str, part: tuple[Sequence[torch.Tensor], Sequence[Any]]) -> tuple[torch.Tensor, torch.Tensor]:
+    def measure(name: str, part: tuple[Sequence[torch.Tensor], Sequence[object]]) -> tuple[torch.Tensor, torch.Tensor]:
         set_calibration(name)
         return log_divergences(model, *part)
 

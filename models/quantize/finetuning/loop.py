@@ -79,7 +79,7 @@ def finetune(
     how: Learning,
     progress: Callable[[Iterator, int, int], Iterable] | None = None,
     after: Epoch | None = None,
-    begin: Callable[[float], Any] = lambda done: None,
+    begin: Callable[[float], object] = lambda done: None,
 ) -> Iterator[Epoch]:
     """Fine-tune `student` in place, and yield after each epoch, so that the caller can score and save the student.
 

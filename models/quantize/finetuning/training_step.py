@@ -90,7 +90,7 @@ def relative_error(outputs: Sequence[torch.Tensor], targets: Sequence[torch.Tens
     return (error / energy.clamp(min=1e-12) + TINY).sqrt().mean()
 
 
-def box_divergence(outputs: Any, wanted: Any, bins: int) -> torch.Tensor:
+def box_divergence(outputs: object, wanted: object, bins: int) -> torch.Tensor:
     """Compute the divergence of the boxes from the teacher's, at a place with an object: raw outputs of two detectors → FP32 [].
 
     The weight of a place is the teacher's best score there, see divergence.divergence_of_sides. Under torchrun the sum of the
@@ -303,11 +303,11 @@ class TrainingStep:
         first, *others = (relative_error(*pair) for pair in zip(outputs, targets))
         return sum(others, first) / (1 + len(others)) if others else first
 
-    def compare(self, images: torch.Tensor) -> tuple[Any, dict[Any, torch.Tensor]]:
+    def compare(self, images: torch.Tensor) -> tuple[Any, dict[int | str, torch.Tensor]]:
         """Run both models on `images`: the student's raw output, and layer → its term of the loss, the boxes at the end."""
         targets: dict[int, Any] = {}  # layer → the teacher's outputs, until they are compared
         pairs: dict[int, Any] = {}  # layer → the student's outputs and the teacher's
-        terms: dict[Any, torch.Tensor] = {}
+        terms: dict[int | str, torch.Tensor] = {}
         images = images.contiguous(memory_format=self.format)
         with torch.inference_mode(), _watched(self.teacher, self.layers, targets.__setitem__):
             wanted = self.teacher(images.to(self.dtype))
@@ -329,7 +329,7 @@ class TrainingStep:
             terms[BOXES] = box_divergence(outputs, wanted, self.box_bins)
         return outputs, terms
 
-    def label_gradients(self, outputs: Any, *labels: Any) -> list[torch.Tensor]:
+    def label_gradients(self, outputs: object, *labels: torch.Tensor) -> list[torch.Tensor]:
         """Compute the loss on the labels, then its scaled gradient for each tensor of the raw output; [] if labels do not count."""
         if not self.label_loss:
             return []
@@ -341,7 +341,7 @@ class TrainingStep:
         return [loss.detach(), *gradients]
 
     def update(
-        self, outputs: Any, terms: Mapping[Any, torch.Tensor], on_labels: Sequence[torch.Tensor]
+        self, outputs: object, terms: Mapping[int | str, torch.Tensor], on_labels: Sequence[torch.Tensor]
     ) -> torch.Tensor:
         """Take the step that follows from `compare` and `label_gradients`; return the loss, FP32 [] on the device, without gradient."""
         loss = added(terms[layer] for layer in self.layers) / len(self.layers)
@@ -441,7 +441,7 @@ class GraphedStep:
         self.stream = torch.cuda.Stream(step.device)
         self.check, self.set_rate, self.state_dict = step.check, step.set_rate, step.state_dict
 
-    def __call__(self, images: torch.Tensor, *labels: Any) -> torch.Tensor:
+    def __call__(self, images: torch.Tensor, *labels: torch.Tensor) -> torch.Tensor:
         """Take one step; see TrainingStep."""
         if self.images is None:
             self.images = torch.empty_like(images, memory_format=self.step.format)
@@ -469,7 +469,7 @@ class GraphedStep:
         self.step.load_state_dict(state)
         self.warm, self.graphs = 0, None
 
-    def _record(self, *labels: Any) -> None:
+    def _record(self, *labels: torch.Tensor) -> None:
         self.step.optimizer.zero_grad(set_to_none=True)  # the graphs have their own gradients
         compare, update = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()
         # thread_local: meanwhile the loader's thread pins memory

@@ -7,7 +7,6 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from copy import deepcopy
 from functools import partial
-from typing import Any
 
 from models.quantize.activations import chosen_activations, exchanged, exchanges, finish_exchange, restore
 from models.quantize.adapt import adapt
@@ -59,7 +58,7 @@ def adapted(run: Run) -> Network:
         return run.load(state.adapted.file)
     student = exchanged(run.model, config.activation, chosen_activations(run.model, config))
 
-    def attempt(tried: Kept) -> tuple[float, Any]:
+    def attempt(tried: Kept) -> tuple[float, object]:
         trial = finish_exchange(restore(deepcopy(student), tried.paths))
         return points_lost_by(run, trial, config.max_drop, tried is run.float_functions), None
 

@@ -4,7 +4,6 @@ The layers are upstream's under other names. Those behind the main head are the 
 """
 
 import re
-from typing import Any
 
 from typing_extensions import override
 
@@ -49,7 +48,7 @@ class Mit(Trainer):
         return Weights(tensors)
 
 
-def _model_in(content: object) -> dict[str, Any]:
+def _model_in(content: object) -> dict[str, object]:
     """Find the model of a checkpoint: name without prefix → record of the tensor; empty if it has none of this trainer."""
     state = content.get('state_dict', content) if type(content) is dict else content
     items = state.items if type(state) is Call else state.items() if type(state) is dict else ()

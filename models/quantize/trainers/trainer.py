@@ -8,7 +8,6 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import nn
@@ -31,7 +30,7 @@ class Weights:
     """The weights in a checkpoint."""
 
     tensors: Mapping[str, torch.Tensor]  # by their names in upstream's state dict
-    names: Any = None  # of the classes; None = the file has none
+    names: object = None  # of the classes; None = the file has none
     called: str = ''  # the file's own name of its network
 
 
@@ -71,7 +70,7 @@ class Trainer(ABC):
             model.names = weights.names
         return model
 
-    def _network(self, weights: Weights, source: str) -> dict[str, Any]:
+    def _network(self, weights: Weights, source: str) -> dict[str, object]:
         """Find the network of this tree that has such weights: the content of its YAML, with this trainer's head."""
         shapes = {name: tuple(tensor.shape) for name, tensor in weights.tensors.items()}
         files = sorted(Path(next(iter(models.__path__)), 'detect').glob(NETWORKS))

@@ -32,7 +32,7 @@ def stride_of(model: Network) -> int:
     return max(SMALLEST_STRIDE, int(max(model.stride)))
 
 
-def sides_in(recipe: dict[str, Any] | None) -> Sides | None:
+def sides_in(recipe: dict[str, object] | None) -> Sides | None:
     """Read the image size from the recipe of a checkpoint, which is untrusted; None if there is none.
 
     It has two numbers, or one in files of earlier versions.

@@ -60,7 +60,7 @@ class LabelledConfig(Settings):
     mean: tuple[float, ...] = classifiers((0.0, 0.0, 0.0), 'mean of the images, such as 0.485 0.456 0.406')
     std: tuple[float, ...] = classifiers((1.0, 1.0, 1.0), 'their standard deviation, such as 0.229 0.224 0.225')
 
-    def problems(self) -> Iterable[tuple[Any, str]]:
+    def problems(self) -> Iterable[tuple[object, str]]:
         """Check the normalisation; see Settings.problems."""
         yield (
             len(self.mean) != 3 or len(self.std) != 3 or min(self.std) <= 0,

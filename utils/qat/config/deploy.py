@@ -4,7 +4,6 @@ from collections.abc import Iterable, Sequence
 from dataclasses import KW_ONLY, MISSING, dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 from utils.qat.config.common import (
     DEVICE,
@@ -125,7 +124,7 @@ class BuildConfig(Settings):
         object.__setattr__(self, 'timing_cache', self.timing_cache or engine.with_suffix('.timing.cache'))
         super().__post_init__()
 
-    def problems(self) -> Iterable[tuple[Any, str]]:
+    def problems(self) -> Iterable[tuple[object, str]]:
         """Check the name of the engine; see Settings.problems."""
         yield self.engine.suffix != '.engine', f'--engine {self.engine}: expected a name ending in .engine'
         yield (
@@ -220,7 +219,7 @@ class BenchmarkConfig(LabelledConfig, FolderConfig):
     batch_size: int = option(10, '')  # of the scoring; --batch is measured
     project: Path = option(Path('runs/benchmark'), 'results go to PROJECT/NAME, engines to PROJECT/engines')
 
-    def problems(self) -> Iterable[tuple[Any, str]]:
+    def problems(self) -> Iterable[tuple[object, str]]:
         """Check the baseline against the backends; see Settings.problems. Raises QatError for a wrong --imgsz."""
         yield from super().problems()
         if self.imgsz:
@@ -277,7 +276,7 @@ class CompareConfig(LabelledConfig, FolderConfig):
         """Return A and all B."""
         return self.reference, *self.others
 
-    def problems(self) -> Iterable[tuple[Any, str]]:
+    def problems(self) -> Iterable[tuple[object, str]]:
         """Check the source of the images; see Settings.problems."""
         yield (self.data is None) == (self.random is None), '--data, --random: give one of the two'
         yield from super().problems()
@@ -311,7 +310,7 @@ class VerifyConfig(FolderConfig):
     only: tuple[str, ...] = option((), 'check these rows and no others, such as "build plain" "timing cache"')
     project: Path = Path('runs/verify')
 
-    def problems(self) -> Iterable[tuple[Any, str]]:
+    def problems(self) -> Iterable[tuple[object, str]]:
         """Check the options that need each other; see Settings.problems."""
         for task in ('segment', 'classify'):
             given = getattr(self, task), getattr(self, f'{task}_data')

@@ -4,7 +4,6 @@ from collections.abc import Iterable
 from dataclasses import KW_ONLY, MISSING, dataclass, fields, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 from utils.qat.config.common import OR_ALL, SHARE, image_sides, names_from
 from utils.qat.config.deploy import MEMORY, WORKSPACE
@@ -95,7 +94,7 @@ class OnnxConfig(Settings):
             object.__setattr__(self, 'opset', OPSETS[self.trt][2])
         super().__post_init__()
 
-    def problems(self) -> Iterable[tuple[Any, str]]:
+    def problems(self) -> Iterable[tuple[object, str]]:
         """Check the opset; see Settings.problems."""
         if self.trt in OPSETS:
             lowest, highest, _ = OPSETS[self.trt]
@@ -201,7 +200,7 @@ class ExportConfig(OnnxConfig):
         folder = self.project or self.weights.parent
         return {name: folder / f'{self.weights.stem}{FORMATS[name].suffix}' for name in self.include}
 
-    def problems(self) -> Iterable[tuple[Any, str]]:
+    def problems(self) -> Iterable[tuple[object, str]]:
         """Check the options that need or exclude each other; see Settings.problems. Each format checks its own options."""
         for options in {kind.options: None for kind in FORMATS.values() if kind.options}:
             idle = self.given(options)
@@ -267,7 +266,7 @@ class DeepStreamConfig(OnnxConfig):
     batch: int = option(1, 'images per run of a graph with a fixed batch', allowed=Range(1))
     project: Path | None = option(None, 'folder of the files; default: that of the weights')
 
-    def problems(self) -> Iterable[tuple[Any, str]]:
+    def problems(self) -> Iterable[tuple[object, str]]:
         """Check the opset and the batch; see Settings.problems."""
         yield from super().problems()
         yield (

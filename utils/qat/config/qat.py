@@ -290,7 +290,7 @@ class QuantizeConfig(CalibrationConfig):
         metavar='FOLDER',
     )
 
-    def problems(self) -> Iterable[tuple[Any, str]]:
+    def problems(self) -> Iterable[tuple[object, str]]:
         """Check the options that need or exclude each other; see Settings.problems."""
         yield (
             self.activation_only and not self.exchanges,

@@ -51,13 +51,13 @@ class Option:
     allowed: Range | tuple | None = None  # Range of a number, or choices; of several values, each one is checked
     metavar: str | None = None
     group: str = WHAT  # its title in -h
-    parse: Callable[[str], Any] | None = None  # word → value, where the type of the field does not do it
+    parse: Callable[[str], object] | None = None  # word → value, where the type of the field does not do it
     positional: bool = False  # typed without a flag
     negatable: bool = False  # a switch with a --no- form too
     each: bool = False  # several values can be typed; each makes its own settings
 
 
-def option(default: Any, help: str, *flags: str, **how: Any) -> Any:
+def option(default: object, help: str, *flags: str, **how: Any) -> Any:
     """Make a dataclass field that can be typed. Its flag is its name: `batch_size` is --batch-size.
 
     The default MISSING: it must be typed. `how` has other fields of Option.
@@ -87,7 +87,7 @@ def kind_of(annotation: Any) -> tuple[type, bool]:
     return (get_args(annotation)[0] if several else annotation), several
 
 
-def is_sides(field: Field[Any]) -> bool:
+def is_sides(field: Field[object]) -> bool:
     """Tell whether a field is a height and a width."""
     return field.type in (Sides, Sides | None)
 
@@ -151,16 +151,16 @@ class Settings:
             object.__setattr__(self, f.name, value)
         refuse([*(p for f in fields(self) for p in _not_allowed(self, f)), *self.problems()])
 
-    def problems(self) -> Iterable[tuple[Any, str]]:
+    def problems(self) -> Iterable[tuple[object, str]]:
         """Yield (whether it is wrong, message) for combinations of settings."""
         return ()
 
-    def plain(self) -> dict[str, Any]:
+    def plain(self) -> dict[str, object]:
         """Return the settings as JSON has them."""
         return {f.name: plain(getattr(self, f.name)) for f in fields(self)}
 
 
-def _not_allowed(settings: Settings, field: Field[Any]) -> Iterator[tuple[Any, str]]:
+def _not_allowed(settings: Settings, field: Field[object]) -> Iterator[tuple[Any, str]]:
     """Yield (whether it is wrong, message) for a single setting."""
     option, value, flag = option_of(type(settings), field.name), getattr(settings, field.name), flag_of(field.name)
     if option is None or value is None:
@@ -268,7 +268,7 @@ def help_of(field: Field, option: Option) -> str:
     return f'{option.help}; default: {" ".join(map(str, words))}'
 
 
-def unlike_defaults(settings: Mapping[str, Any], kind: type[Settings]) -> dict[str, tuple[Any, Any]]:
+def unlike_defaults(settings: Mapping[str, Any], kind: type[Settings]) -> dict[str, tuple[object, object]]:
     """Find the typed settings that differ from their defaults in `kind`: name → (value, default or None), plain.
 
     Settings named in settings['decided'] were not typed.
@@ -279,7 +279,7 @@ def unlike_defaults(settings: Mapping[str, Any], kind: type[Settings]) -> dict[s
     return {name: pair for name, pair in pairs.items() if pair[0] != pair[1] and name not in unnamed}
 
 
-def command_words(settings: Mapping[str, Any], kind: type[Settings]) -> list[str]:
+def command_words(settings: Mapping[str, object], kind: type[Settings]) -> list[str]:
     """Return the command-line words for these settings; see `unlike_defaults`."""
     words = []
     for name, (value, _) in unlike_defaults(settings, kind).items():
@@ -301,7 +301,7 @@ def typed(value: object, kind: type[Settings], name: str) -> list[str]:
 
 
 def closing(
-    settings: Mapping[str, Any], kind: type[Settings], versions: Mapping[str, str], following: str | None = None
+    settings: Mapping[str, object], kind: type[Settings], versions: Mapping[str, str], following: str | None = None
 ) -> list[str]:
     """Return the end of every report, as Markdown: settings that are not the defaults, versions, and the next command."""
     rows = [

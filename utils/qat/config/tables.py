@@ -3,7 +3,6 @@
 from collections.abc import Mapping, Sequence
 from importlib import import_module
 from pathlib import Path
-from typing import Any
 
 from utils.qat.core.errors import QatError
 from utils.qat.vendors.vendor import NMS, Backend, FileKind, Target, Vendor
@@ -47,7 +46,7 @@ def load_target(name: object) -> Target:
     return TARGETS[name]
 
 
-def target_of_recipe(recipe: Mapping[str, Any] | None) -> Target:
+def target_of_recipe(recipe: Mapping[str, object] | None) -> Target:
     """Return the target of a checkpoint by the settings of its quantization (None for a float model); see `load_target`."""
     return load_target((recipe or {}).get('target', DEFAULT_TARGET))
 

@@ -60,7 +60,7 @@ def is_first() -> bool:
     return rank() == 0
 
 
-def on_first(function: Callable[..., Any]) -> Callable[..., Any]:
+def on_first(function: Callable[..., object]) -> Callable[..., object]:
     """Return `function` on the first process, and a function that does nothing on the others."""
     return function if is_first() else lambda *_, **__: None
 
@@ -93,7 +93,7 @@ def _of_all() -> Iterator[None]:
         yield
 
 
-def from_first(thing: Any = None) -> Any:
+def from_first(thing: object = None) -> Any:
     """Return the first process's value (picklable) on every process; the others wait for it."""
     if world_size() == 1:
         return thing
@@ -114,7 +114,7 @@ def merged(batches: list) -> list:
         return batches
     import torch.distributed as dist
 
-    shards: list[Any] | None = [None] * world_size() if is_first() else None
+    shards: list[object] | None = [None] * world_size() if is_first() else None
     with _of_all():
         dist.gather_object(batches, shards)
     nothing = object()

@@ -15,7 +15,6 @@ import shutil
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import Any
 
 from utils.qat.core.text import cut, visible
 
@@ -78,7 +77,7 @@ def reporting(problem: str, *errors: type[BaseException], remedy: str = '', most
         raise QatError(f'{problem} ({said})' + f'; {remedy}' * bool(remedy)) from e
 
 
-def refuse(problems: Iterable[tuple[Any, str]]) -> None:
+def refuse(problems: Iterable[tuple[object, str]]) -> None:
     """Raise one QatError with the messages of all problems found. problems: pairs (whether it is one, its message)."""
     bad = [text for is_bad, text in problems if is_bad]
     if bad:

@@ -175,7 +175,7 @@ class _WithoutBars:
     def __init__(self, stream: IO[str], live: bool) -> None:
         self.stream, self.live, self.in_bar = stream, live, False
 
-    def __getattr__(self, name: str) -> Any:
+    def __getattr__(self, name: str) -> object:
         return getattr(self.stream, name)
 
     def write(self, text: str) -> None:

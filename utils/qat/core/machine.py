@@ -210,11 +210,11 @@ def clock_scales() -> bool:
     return SCALING.is_dir() and any(SCALING.iterdir())
 
 
-def _gpu(device: torch.device) -> dict[str, Any]:
+def _gpu(device: torch.device) -> dict[str, object]:
     import torch
 
     properties = torch.cuda.get_device_properties(device)
-    facts: dict[str, Any] = {
+    facts: dict[str, object] = {
         'compute_capability': f'{properties.major}.{properties.minor}',
         'multiprocessors': properties.multi_processor_count,
         'gpu_memory_mib': properties.total_memory >> 20,
@@ -235,7 +235,7 @@ def _gpu(device: torch.device) -> dict[str, Any]:
     return facts
 
 
-def machine(device: torch.device) -> dict[str, Any]:
+def machine(device: torch.device) -> dict[str, object]:
     """Describe the machine, on which figures depend; unknown facts are left out.
 
     The keys are those of ROWS without 'clock_mhz', and besides 'gpu' (whether `device` is a GPU) and 'tf32' (whether
@@ -265,7 +265,7 @@ def machine(device: torch.device) -> dict[str, Any]:
     }
 
 
-def machine_table(known: dict[str, Any]) -> str:
+def machine_table(known: dict[str, object]) -> str:
     """Format a `machine`, which may have 'clock_mhz', as a Markdown table with a row for each fact."""
     twice = set() if known.get('gpu') else {'cpu'}  # the device is the CPU
     facts = {title: known[key] for key, title in ROWS.items() if known.get(key) and key not in twice}

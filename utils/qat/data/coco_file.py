@@ -48,7 +48,7 @@ def read_coco(
         'annotations': {'image_id': ID, 'category_id': INDEX, 'bbox': items(PIXELS, 4, 4), **(thing or {})},
         'categories': {'id': INDEX, **(category or {})},
     }
-    kind: dict[Any, Any] = {key: [{**needs, str: anything}] for key, needs in parts.items()}
+    kind: dict[object, object] = {key: [{**needs, str: anything}] for key, needs in parts.items()}
     with reporting(f'{who}: no COCO JSON of objects', ValueError, remedy='mend it, or fetch it again'):
         content = read_json(file, kind | {str: anything})
     images, categories = ({entry['id'] for entry in content[key]} for key in ('images', 'categories'))

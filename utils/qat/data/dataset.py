@@ -154,7 +154,7 @@ def _agreed(names: dict[int, str], own: Mapping[int, str], names_from: str | Non
     )
 
 
-def _as_list(value: Any) -> list:
+def _as_list(value: object) -> list:
     return value if isinstance(value, list) else [value]
 
 
@@ -202,7 +202,7 @@ class Readable:
     im_files: list[str]
     shapes: np.ndarray
     rect: bool
-    img_size: Any
+    img_size: object
     sides: Sides | None = None  # of the letterboxed images, if height and width differ
 
     def __init__(self, *args: Any, augment: bool = False, **options: Any) -> None:
@@ -247,7 +247,7 @@ def open_dataset(
     masks: dict[str, Any] | None = None,
     labels: bool = True,
     **options: Any,
-) -> Any:
+) -> object:
     """Open upstream's dataset over the images of a data YAML, and check its labels.
 
     `split` is 'train', 'val' or 'held out' (training images that `data.val_split` removes from 'train'). `masks` are

@@ -84,7 +84,7 @@ def class_images(config: LabelledConfig, imgsz: Sides, model: Any) -> DataLoader
     from torchvision import datasets, transforms  # here, because nothing else needs more of it than NMS
 
     class WithPaths(datasets.ImageFolder):
-        def __getitem__(self, index: int) -> tuple[Any, ...]:
+        def __getitem__(self, index: int) -> tuple[object, ...]:
             return *super().__getitem__(index), self.samples[index][0]
 
     steps = transforms.Compose(

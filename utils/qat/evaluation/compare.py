@@ -17,7 +17,7 @@ Comparison = dict[str, Any]  # of two models, as plain values; see the compariso
 NUMPY_TOLERANCE = '(within: |difference| <= atol + rtol |value|, as in numpy.isclose, whose defaults are rtol 1e-05 and atol 1e-08; here 0.001)'
 
 
-def tolerance_title(settings: Mapping[str, Any]) -> str:
+def tolerance_title(settings: Mapping[str, object]) -> str:
     """Name the tolerance of a comparison, for the title of a column."""
     return f'within rtol {settings["rtol"]:g}, atol {settings["atol"]:g}'
 
@@ -74,8 +74,8 @@ class ElementDifferences:
 
 @torch.inference_mode()
 def compare_models(
-    reference: Callable[[torch.Tensor], Any],
-    others: Sequence[Callable[[torch.Tensor], Any]],
+    reference: Callable[[torch.Tensor], object],
+    others: Sequence[Callable[[torch.Tensor], object]],
     loader: Iterable[Any],
     device: torch.device,
     names: Mapping[int, str] | None = None,

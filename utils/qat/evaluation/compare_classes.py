@@ -1,7 +1,6 @@
 """Compare classifiers: the differences of their scores, rank by rank, and their accuracy."""
 
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 import torch
@@ -21,7 +20,7 @@ class Differences:
         self.scores, self.top = ElementDifferences(rtol, atol), top
         self.rank_sums: dict[str, torch.Tensor] = {}  # over the images, a number for each rank
 
-    def update(self, reference: torch.Tensor, other: torch.Tensor, *_: Any) -> None:
+    def update(self, reference: torch.Tensor, other: torch.Tensor, *_: object) -> None:
         """Add the scores [B, C] of a batch, of both classifiers."""
         if reference.shape != other.shape:
             raise QatError(

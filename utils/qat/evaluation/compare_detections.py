@@ -113,7 +113,7 @@ class Ranking:
                 self.mask_iou += iou.sum().item()
                 self.with_masks += len(iou)
 
-    def ranks(self) -> list[dict[str, Any]]:
+    def ranks(self) -> list[dict[str, object]]:
         """Compute the figures of each rank that has a detection."""
         return [
             {
@@ -133,7 +133,7 @@ class Ranking:
             if self.either[i]
         ]
 
-    def summary(self) -> dict[str, Any]:
+    def summary(self) -> dict[str, object]:
         """Compute the part of Differences.comparison about the top detections."""
         matched = self.matched.sum()
         return {
@@ -147,7 +147,7 @@ class Ranking:
         }
 
 
-def _ratio(total: Any, count: Any) -> float:
+def _ratio(total: object, count: Any) -> float:
     """Divide; NaN if there is nothing to divide by."""
     return float(total / count) if count else math.nan
 

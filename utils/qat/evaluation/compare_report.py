@@ -3,7 +3,6 @@
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
@@ -47,7 +46,7 @@ def write_comparison(
     comparisons: Sequence[Comparison],
     examples: Sequence[Example],
     size: Sides,
-    machine: dict[str, Any],
+    machine: dict[str, object],
     following: str,
 ) -> str:
     """Write compare.json, report.md, ranks.png and a picture of each example into `folder`, and return the `verdict`."""

@@ -35,7 +35,7 @@ def image_id(path: str | Path) -> int | str:
     return int(stem) if stem.isnumeric() else stem
 
 
-def result_rows(native: torch.Tensor, path: str | Path, categories: Sequence[int]) -> list[dict[str, Any]]:
+def result_rows(native: torch.Tensor, path: str | Path, categories: Sequence[int]) -> list[dict[str, object]]:
     """Convert the detections of an image to rows of COCO's result format.
 
     `native` is [n, 6]: xyxy in pixels of the original image, score, class.
@@ -50,7 +50,7 @@ def result_rows(native: torch.Tensor, path: str | Path, categories: Sequence[int
     ]
 
 
-def add_masks(rows: list[dict[str, Any]], masks: Masks, shape: Sequence[Any]) -> None:
+def add_masks(rows: list[dict[str, object]], masks: Masks, shape: Sequence[Any]) -> None:
     """Add the mask to each row of an image, in place, as run lengths at the size of the original image.
 
     `shape` is the image's element of Truth.shapes.
@@ -89,7 +89,7 @@ def require_annotations(data: Data | ImageFolders, files: Sequence[str]) -> None
 
 
 def coco_figures(
-    annotations: Path, detections: Sequence[Mapping[str, Any]], files: Sequence[str], of: str = 'bbox'
+    annotations: Path, detections: Sequence[Mapping[str, object]], files: Sequence[str], of: str = 'bbox'
 ) -> dict[str, float]:
     """Score rows of COCO's result format by pycocotools, boxes ('bbox') or masks ('segm'); AP is in 0..1."""
     from pycocotools.coco import COCO
@@ -120,11 +120,11 @@ class Scorer:
     def __init__(self, names: Mapping[int, str], categories: Sequence[int] | None = None) -> None:
         self.names, self.categories = names, categories
         # (path and matches of each image, rows) of each batch, in order
-        self.batches: list[tuple[list[Any], list[dict[str, Any]]]] = []
+        self.batches: list[tuple[list[Any], list[dict[str, object]]]] = []
 
     def update(self, detections: Sequence[Detections], truth: Truth) -> None:
         """Add a batch: the detections of each image, see detections.detect, and the labels."""
-        stats: list[Any] = []
+        stats: list[object] = []
         rows: list[dict[str, Any]] = []
         for i, result in enumerate(detections):
             labels = truth.labels(i)

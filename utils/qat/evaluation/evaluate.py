@@ -31,7 +31,7 @@ def timed(seconds: dict[str, float], step: str, device: torch.device) -> Iterato
 
 @torch.inference_mode()
 def evaluate(
-    predict: Callable[[torch.Tensor], Any],
+    predict: Callable[[torch.Tensor], object],
     loader: Loader | Sequence[tuple],
     names: Mapping[int, str],
     device: torch.device,

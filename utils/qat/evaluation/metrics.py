@@ -68,10 +68,10 @@ class DetectionMetrics(Metrics):
 
     columns: ClassVar[dict[str, str]] = {'ap': 'AP', 'ap50': 'AP50', 'precision': 'P', 'recall': 'R'}
     counted = 'instances'
-    figures: ClassVar[dict[str, Any]] = dict.fromkeys(columns, SHARE)
-    of_class: ClassVar[dict[str, Any]] = {**figures, 'chance?': SHARE}  # half the width of the interval of its AP
-    of_coco: ClassVar[dict[str, Any]] = dict.fromkeys(('ap', 'ap50', 'ap75'), NUMBER)
-    kinds: ClassVar[dict[str, Any]] = {
+    figures: ClassVar[dict[str, object]] = dict.fromkeys(columns, SHARE)
+    of_class: ClassVar[dict[str, object]] = {**figures, 'chance?': SHARE}  # half the width of the interval of its AP
+    of_coco: ClassVar[dict[str, object]] = dict.fromkeys(('ap', 'ap50', 'ap75'), NUMBER)
+    kinds: ClassVar[dict[str, object]] = {
         **figures,
         'images': COUNT,
         'instances': COUNT,

@@ -46,7 +46,7 @@ class Score:
     metrics: Metrics
     baseline: Metrics | None
 
-    def record(self) -> dict[str, Any]:
+    def record(self) -> dict[str, object]:
         """Return the scores with the preparation of the images and the times, as JSON has them."""
         return {'seen': self.seen, **self.metrics.to_json(), 'times': {'ms_per_image': self.metrics.ms_per_image}}
 
@@ -111,8 +111,8 @@ def write_several(folder: Path, scores: Sequence[Score], config: EvalConfig) -> 
 def _write_report(
     folder: Path,
     scores: Sequence[Score],
-    settings: dict[str, Any],
-    content: dict[str, Any],
+    settings: dict[str, object],
+    content: dict[str, object],
     models: dict[str, Metrics],
     parts: Sequence[str],
     following: str | None = None,

@@ -30,7 +30,7 @@ class Columns:
         parts = [values, values.get('mask') or {}][: 1 + self.masks]
         return [part.get(name) for part in parts for name in self.names]
 
-    def cells(self, scores: Metrics | Mapping[str, Any] | None) -> list[str]:
+    def cells(self, scores: Metrics | Mapping[str, object] | None) -> list[str]:
         """Format scores with four digits; '-' if missing."""
         return list(map(number, self.values(scores)))
 
@@ -66,7 +66,7 @@ def interval_table(models: Mapping[str, Metrics]) -> str:
     first = next(iter(models.values()))
     (key, title), counted = first.choosing(), first.counted
 
-    def cell(row: Mapping[str, Any]) -> str:
+    def cell(row: Mapping[str, object]) -> str:
         half_width = '?' if row.get('chance') == UNKNOWN else f'{row.get("chance", 0):.4f}'
         return f'{row[key]:.4f} ± {half_width}' if row else '-'
 

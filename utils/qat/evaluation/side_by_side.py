@@ -61,7 +61,7 @@ class Example:
     path: str
     lines: list[Line]
 
-    def plain(self) -> dict[str, Any]:
+    def plain(self) -> dict[str, object]:
         """Convert to plain values, without the image."""
         return {'image': self.path, 'lines': [asdict(line) for line in self.lines]}
 
@@ -178,7 +178,7 @@ def example_table(example: Example, models: Sequence[str]) -> str:
     rows = []
     for line in example.lines:
         whole = line.reference or next(filter(None, line.others))
-        row: list[Any] = [line.reference.rank if line.reference else '-', escaped(whole.name), score(line.reference)]
+        row: list[object] = [line.reference.rank if line.reference else '-', escaped(whole.name), score(line.reference)]
         for match, mark in zip(line.others, line.marks):
             change = f'{match.score - line.reference.score:+.4f}' if match and line.reference else '-'
             said = f'{mark}: {match.name}' if match and mark == CLASS else mark

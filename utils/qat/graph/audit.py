@@ -131,7 +131,7 @@ def audit(model: onnx.ModelProto, checks: Rules = CHECKS) -> Audit:
 def coverage(audit: Audit) -> dict[str, dict[str, Any]]:
     """Count convolutions and FLOPs in INT8: {'convs' and 'flops': {'int8', 'all', 'ratio'}}; None = unknown or none."""
 
-    def share(int8_values: Sequence[int | None], all_values: Sequence[int | None]) -> dict[str, Any]:
+    def share(int8_values: Sequence[int | None], all_values: Sequence[int | None]) -> dict[str, object]:
         part, whole = (None if None in values else sum(filter(None, values)) for values in (int8_values, all_values))
         return {'int8': part, 'all': whole, 'ratio': None if part is None or not whole else part / whole}
 
@@ -147,7 +147,7 @@ def finding_counts(audit: Audit) -> dict[str, int]:
     return {kind: sum(f.kind == kind for f in audit.findings) for kind in FINDINGS}
 
 
-def plain_audit(audit: Audit) -> dict[str, Any]:
+def plain_audit(audit: Audit) -> dict[str, object]:
     """Return an audit as dicts and lists, with the sums of the text."""
     return {
         **asdict(audit),
@@ -167,7 +167,7 @@ def audit_text(audit: Audit, limit: int | None = None) -> str:
         + (f', widths padded to multiples of {audit.padded} (all figures with the padding)' if audit.padded else ''),
         '',
     ]
-    rows: list[list[Any]] = []
+    rows: list[list[object]] = []
     for what, unit, digits, of in (('convolutions', 1, 0, 'convs'), ('their GFLOPs', 1e9, 2, 'flops')):
         share = coverage(audit)[of]
         rows.append(

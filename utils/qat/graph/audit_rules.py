@@ -9,7 +9,6 @@ parsers of 8.6 to 11, and NVIDIA/Model-Optimizer (`get_concat_eliminated_tensors
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 from onnx import NodeProto
@@ -141,7 +140,7 @@ def _text(what: object) -> str:
     return f'scale {what:.6g}' if isinstance(what, float) else str(what)
 
 
-def _all(forms: Iterable[Any]) -> str:
+def _all(forms: Iterable[object]) -> str:
     return ', '.join(sorted(map(_text, forms))) or 'nothing'
 
 
@@ -306,7 +305,7 @@ def open_ends(graph: Graph) -> Iterator[Finding]:
 
 def duplicates(graph: Graph) -> Iterator[Finding]:
     """Find the activations that are quantized twice with one scale. Weights may be: the builder folds them."""
-    same: dict[tuple[str, Any], list[str]] = {}
+    same: dict[tuple[str, object], list[str]] = {}
     for node in graph.nodes:
         if node.op_type == 'QuantizeLinear' and node.input[0] not in graph.fixed:
             same.setdefault((node.input[0], graph.scale(node)), []).append(name_of(node))

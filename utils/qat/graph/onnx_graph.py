@@ -244,12 +244,12 @@ class Graph:
         """Tell whether `node` (None: the caller) is in float because the user left it so."""
         return node is not None and module_of(node) in self.kept_float
 
-    def asked(self, tensor: str) -> dict[Any, list[str]]:
+    def asked(self, tensor: str) -> dict[object, list[str]]:
         """Return the forms in which readers need the values of a tensor: {scale or FLOAT: names of the readers}.
 
         A reader that is in float by choice does not count.
         """
-        by_use: dict[Any, list[str]] = {}
+        by_use: dict[object, list[str]] = {}
         for node, _ in self.uses(tensor):
             scale = self.scale(node) if node is not None and node.op_type == 'QuantizeLinear' else None
             if scale is None and self.by_choice(node):
@@ -258,11 +258,11 @@ class Graph:
             by_use.setdefault(form, []).append(name_of(node) if node else 'graph output')
         return by_use
 
-    def scale(self, node: NodeProto) -> Any:
+    def scale(self, node: NodeProto) -> object:
         """Return the scale of a Q or DQ: a number, a tuple per channel, or the tensor's name if it is no constant."""
         return self._scale(node.input[1])
 
-    def _scale(self, tensor: str) -> Any:
+    def _scale(self, tensor: str) -> object:
         value = self.values.get(tensor)
         if value is None:
             return tensor

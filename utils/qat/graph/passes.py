@@ -1,7 +1,6 @@
 """Passes over any exported ONNX graph: one function each, with its invariant."""
 
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any
 
 import numpy as np
 import onnx
@@ -60,7 +59,7 @@ def merge_duplicates(model: ModelProto) -> ModelProto:
     values = constants(model)
     outputs = {o.name for o in model.graph.output}
 
-    def identity(name: str) -> Any:
+    def identity(name: str) -> object:
         value = values.get(name)
         return name if value is None else (value.dtype.str, value.shape, value.tobytes())
 
@@ -115,15 +114,15 @@ def quantize_moves(model: ModelProto) -> ModelProto:
     def grid(node: NodeProto) -> tuple[bytes, ...]:
         return tuple(values[name].tobytes() for name in node.input[1:3])
 
-    def demanded(move: NodeProto) -> dict[Any, NodeProto]:
-        grids: dict[Any, NodeProto] = {None: move} if outputs.intersection(move.output) else {}
+    def demanded(move: NodeProto) -> dict[object, NodeProto]:
+        grids: dict[object, NodeProto] = {None: move} if outputs.intersection(move.output) else {}
         for reader in (r for name in move.output for r, _ in read_by.get(name, ())):
             per_tensor = reader.op_type == 'QuantizeLinear' and values[reader.input[1]].size == 1
             if reader.op_type != 'Shape':  # which reads no values
                 grids.setdefault(grid(reader) if per_tensor else None, reader)
         return grids
 
-    def given(move: NodeProto) -> dict[int, Any]:
+    def given(move: NodeProto) -> dict[int, object]:
         sources = {i: made_by.get(move.input[i]) for i in moved_inputs(move) if move.input[i] not in values}
         return {i: grid(s) if s is not None and s.op_type == 'DequantizeLinear' else None for i, s in sources.items()}
 
@@ -179,7 +178,7 @@ def drop_repeated_qdq(model: ModelProto, behind_moves: bool = True) -> ModelProt
     return keep_nodes(model, lambda node: node.output[0] not in repeated or node.output[0] in read, {})
 
 
-def require_scales(model: ModelProto, scales: Iterable[Any]) -> None:
+def require_scales(model: ModelProto, scales: Iterable[object]) -> None:
     """Raise QatError unless the scales in the graph are exactly `scales` (arrays), bit for bit, as sets."""
     values = constants(model)
     in_graph = {np.asarray(values[n.input[1]], np.float32).tobytes() for n in model.graph.node if n.op_type in QDQ}

@@ -44,7 +44,7 @@ class Stage:
     against_float: Change | None = None
     sqnr: dict[str, float] | None = None  # of each part of the head's outputs, in dB
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> dict[str, object]:
         """Return plain values, the metrics among them."""
         own = {name: value for name, value in vars(self).items() if name in OWN and value not in (None, '')}
         return {**(self.metrics.to_json() if self.metrics else {}), **own}
@@ -186,7 +186,7 @@ class State:
     @classmethod
     def of(cls, values: dict[str, Any]) -> 'State':
         """Read what `to_json` returned."""
-        stages: dict[str, Any] = {name: Stage.of(values[name]) for name in ('origin', 'adapted', 'ptq')}
+        stages: dict[str, object] = {name: Stage.of(values[name]) for name in ('origin', 'adapted', 'ptq')}
         return cls(**{**values, **stages, 'epochs': [Stage.of(values) for values in values['epochs']]})
 
     def report(self) -> dict[str, Any]:

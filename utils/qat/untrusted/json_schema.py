@@ -24,7 +24,7 @@ def between(low: float, high: float, kinds: tuple[type, ...] = (int, float)) -> 
     return lambda value: type(value) in kinds and low <= value <= high
 
 
-def items(fits: Callable[[Any], bool], low: int, high: float = math.inf) -> Callable[[Any], bool]:
+def items(fits: Callable[[object], bool], low: int, high: float = math.inf) -> Callable[[object], bool]:
     """Make the kind of lists of low..high values that all fit."""
     return lambda value: type(value) is list and low <= len(value) <= high and all(map(fits, value))
 
@@ -75,7 +75,7 @@ def _shown(key: object) -> str:
     return ascii(key)[1:-1][:60] if type(key) is str else '?'
 
 
-def _items(value: dict, kind: dict) -> Iterator[tuple[Any, Any, Any]]:
+def _items(value: dict, kind: dict) -> Iterator[tuple[object, object, object]]:
     """Yield (key, value, kind) of each entry of a dict; a missing or unknown key gets a kind that nothing fits."""
     for key in kind:
         if key is not str and not key.endswith('?') and key not in value:

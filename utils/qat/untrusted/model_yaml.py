@@ -120,7 +120,7 @@ def _is_activation(text: object) -> bool:
 
 
 FACTOR = between(1e-3, 10), 'a number from 0.001 to 10'
-SETTINGS: dict[str, tuple[Any, str]] = {  # key → (kind of the allowed values, see json_schema; the same in words)
+SETTINGS: dict[str, tuple[object, str]] = {  # key → (kind of the allowed values, see json_schema; the same in words)
     'nc': (between(1, LARGEST, (int,)), f'a number of classes from 1 to {LARGEST}'),
     'depth_multiple': FACTOR,
     'width_multiple': FACTOR,

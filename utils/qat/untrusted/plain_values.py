@@ -43,7 +43,7 @@ class Values:
     """The builder of the values of one pickle. It builds each record once, also with several references."""
 
     # name of a function or class in the pickle → how its value is built from a Call
-    calls: ClassVar[Mapping[str, Callable[[Any, Call], Any]]]
+    calls: ClassVar[Mapping[str, Callable[[Any, Call], object]]]
 
     def __init__(self, members: Mapping[str, memoryview] | None = None) -> None:
         """Start with the members of the archive that has the pickle, see torch_archive.Archive; None = without archive."""
@@ -51,10 +51,10 @@ class Values:
         # bytes left for tensors: together at most twice the bytes of the file's data
         self.room = 2 * sum(len(data) for name, data in self.members.items() if name.startswith('data/'))
         # by id of a record: its value, and the number of values in it
-        self.made: dict[int, Any] = {}
+        self.made: dict[int, object] = {}
         self.cost: dict[int, int] = {}
         self.busy: set[int] = set()  # ids of the records that are being built
-        self.storages: dict[Any, torch.Tensor] = {}
+        self.storages: dict[object, torch.Tensor] = {}
         self.count = 0  # values so far
 
     def value(self, record: object) -> Any:
@@ -85,11 +85,11 @@ class Values:
         """Build an object that `calls` lacks: refused here, but a subclass may build it."""
         raise Refused(f'its pickle asks for {_shown(record.function)}, which was not done; {TRUST}')
 
-    def _values(self, records: list[Any] | tuple[Any, ...]) -> list[Any]:
+    def _values(self, records: list[object] | tuple[object, ...]) -> list[object]:
         self.count += len(records)
         return [self.value(record) for record in records]
 
-    def _mapping(self, record: Mapping[Any, Any]) -> dict[Any, Any]:
+    def _mapping(self, record: Mapping[object, object]) -> dict[object, object]:
         self.count += len(record)
         return {_plain(key): self.value(item) for key, item in record.items()}
 
@@ -98,10 +98,10 @@ class Values:
             return DTYPES[record.text]
         raise Refused(f'its pickle asks for {_shown(record)}, which no checkpoint needs as a value; {TRUST}')
 
-    def _stored(self, record: Stored) -> Any:
+    def _stored(self, record: Stored) -> object:
         raise Refused(f'its pickle has data that belong to no tensor; {TRUST}')
 
-    def _call(self, record: Call) -> Any:
+    def _call(self, record: Call) -> object:
         build = self.calls.get(record.function.text)
         if build is None:
             return self.other(record)
@@ -118,12 +118,12 @@ class Values:
 
     # ---- entries of `calls` ----------------------------------------------------------------------------------------
 
-    def _ordered(self, record: Call) -> OrderedDict[Any, Any]:
+    def _ordered(self, record: Call) -> OrderedDict[object, object]:
         self.value(record.state)  # PyTorch's version notes of a state dict: checked, then dropped
         () = record.arguments
         return OrderedDict((_plain(key), self.value(item)) for key, item in record.items)
 
-    def _set(self, record: Call) -> set[Any]:
+    def _set(self, record: Call) -> set[object]:
         (elements,) = record.arguments
         return set(map(_plain, elements))
 
@@ -134,11 +134,11 @@ class Values:
     def _device(self, record: Call) -> torch.device:
         return torch.device(*map(_plain, record.arguments))
 
-    def _path(self, record: Call) -> Any:
+    def _path(self, record: Call) -> object:
         kind = pathlib.PureWindowsPath if 'Windows' in record.function.text else pathlib.PurePosixPath
         return _plain(str(kind(*map(_plain, record.arguments))))
 
-    def _namespace(self, record: Call) -> dict[Any, Any]:
+    def _namespace(self, record: Call) -> dict[object, object]:
         () = record.arguments
         return self._mapping(record.state or {})
 
@@ -162,7 +162,7 @@ class Values:
         _require_no_hooks(hooks)
         return storage.as_strided(size, stride, offset).requires_grad_(gradient is True)
 
-    def _storage(self, record: Any) -> torch.Tensor:
+    def _storage(self, record: object) -> torch.Tensor:
         """Build the storage of tensors, [elements]. It shares the memory of the file if its elements are aligned."""
         if type(record) is not Stored:
             raise Refused('it has a tensor without data')
@@ -273,7 +273,7 @@ def _require_no_hooks(record: object) -> None:
         raise Refused('it has a tensor with hooks, which are code')
 
 
-BUILDERS: dict[type, Callable[[Values, Any], Any]] = {  # type of a record → how its value is built
+BUILDERS: dict[type, Callable[[Values, Any], object]] = {  # type of a record → how its value is built
     list: Values._values,
     tuple: lambda self, record: tuple(self._values(record)),
     dict: Values._mapping,
@@ -282,7 +282,7 @@ BUILDERS: dict[type, Callable[[Values, Any], Any]] = {  # type of a record → h
     Stored: Values._stored,
     Call: Values._call,
 }
-ARRAYS: dict[str, Callable[[Values, Call], Any]] = {
+ARRAYS: dict[str, Callable[[Values, Call], object]] = {
     '_codecs.encode': Values._encoded,
     'numpy.dtype': Values._dtype,
     **{f'{module}.scalar': Values._scalar for module in MULTIARRAY},

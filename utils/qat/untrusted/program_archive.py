@@ -112,7 +112,7 @@ def _json(text: bytes) -> Any:
         raise Refused(f'it holds JSON that cannot be read ({type(e).__name__})') from e
 
 
-def _checked_graph(program: Any) -> Any:
+def _checked_graph(program: Any) -> object:
     """Return a program without the parts that no computation needs, if all others are allowed.
 
     Raises Refused if it names another operator, or has text that is no name.
@@ -154,7 +154,7 @@ def _spec(text: str) -> bool:
     """Tell whether text describes the inputs and outputs of our programs: images, and one or two tensors."""
     from torch.utils import _pytree as pytree
 
-    forms: list[Any] = [((0,), {}), (0,), (0, 0)]
+    forms: list[object] = [((0,), {}), (0,), (0, 0)]
     return text in {pytree.treespec_dumps(pytree.tree_structure(form)) for form in forms}
 
 

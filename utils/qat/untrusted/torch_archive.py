@@ -75,11 +75,11 @@ class Call:
 
     def __init__(self, function: Name, arguments: tuple, new: bool) -> None:
         self.function, self.arguments, self.new = function, arguments, new
-        self.items: Sequence[tuple[Any, Any]] = ()  # (key, value) pairs to set in it
+        self.items: Sequence[tuple[object, object]] = ()  # (key, value) pairs to set in it
         self.state: Any = None  # its attributes, of any type; None without
 
 
-def read_pickle(content: bytes) -> tuple[Any, set[str]]:
+def read_pickle(content: bytes) -> tuple[object, set[str]]:
     """Read a pickle of protocol 2 to 5: its object, of records, plain values, lists, tuples, dictionaries and sets, and all names in it.
 
     Raises Refused if the pickle is damaged, or does something that no file of ours needs.
@@ -109,7 +109,7 @@ def without_collector() -> Iterator[None]:
 class _Operations(dict[int, Callable[[Any], None]]):
     """Code of an operation → its method."""
 
-    def __missing__(self, code: int) -> Any:
+    def __missing__(self, code: int) -> object:
         raise Refused(
             f'its pickle has operation {code:#x}, which PyTorch and NumPy do not write (protocol 0 or 1, or an extension)'
         )
@@ -119,18 +119,18 @@ class _Machine(pickle._Unpickler):  # the one written in Python: the one in C ha
     """Python's stack machine, whose operations call, import and look up nothing."""
 
     dispatch: ClassVar[_Operations]
-    pop_mark: Callable[[], list[Any]]  # Python's
+    pop_mark: Callable[[], list[object]]  # Python's
 
     def __init__(self, content: bytes) -> None:
         file = io.BytesIO(content)
         super().__init__(file)
         self.read, self.readline = file.read, file.readline
-        self.stack: list[Any] = []
-        self.metastack: list[list[Any]] = []
+        self.stack: list[object] = []
+        self.metastack: list[list[object]] = []
         self.append = self.stack.append
         self.names: set[str] = set()
 
-    def load(self) -> Any:
+    def load(self) -> object:
         """Run the program. Raises Refused, or the errors that `read_pickle` takes for damage."""
         read, operations = self.read, self.dispatch
         try:
@@ -187,7 +187,7 @@ class _Machine(pickle._Unpickler):  # the one written in Python: the one in C ha
         value, key = self.stack.pop(), self.stack.pop()
         self._set([(key, value)])
 
-    def _set(self, pairs: list[tuple[Any, Any]]) -> None:
+    def _set(self, pairs: list[tuple[object, object]]) -> None:
         target = self.stack[-1]
         if not all(type(key) in SCALARS for key, _ in pairs):
             raise Refused('its pickle has a key that is neither text nor a number')
@@ -212,7 +212,7 @@ _Machine.dispatch = _Operations(
 class Archive:
     """Content of a torch.save file."""
 
-    content: Any  # its pickle as records
+    content: object  # its pickle as records
     names: set[str]  # all names in the pickle
     members: dict[str, memoryview]  # 'data/KEY' → its bytes
     digest: 'Future[str]'  # SHA-256 of the file as it was read, hex digits

@@ -43,7 +43,7 @@ def network_with(state: object, weights: Path) -> Network:
     return model
 
 
-def old_state(weights: Path) -> Any:
+def old_state(weights: Path) -> object:
     """Read a file of weights in the format of PyTorch before 1.6, which some of torchvision's have; None for another file.
 
     Raises QatError if this PyTorch has no reader that is safe for such a file.

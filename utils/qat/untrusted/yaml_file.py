@@ -35,7 +35,7 @@ class BoundedLoader(getattr(yaml, 'CSafeLoader', yaml.SafeLoader)):  # type: ign
 BoundedLoader.add_constructor('tag:yaml.org,2002:int', BoundedLoader.construct_yaml_int)
 
 
-def load_yaml(text: str) -> Any:
+def load_yaml(text: str) -> object:
     """Read the one document of a YAML text, as plain values; None if the text is empty.
 
     Raises yaml.YAMLError for no valid YAML, or TooMuch; and ValueError, ArithmeticError, LookupError, TypeError or AttributeError for an

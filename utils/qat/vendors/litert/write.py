@@ -109,7 +109,7 @@ def write_module(module: nn.Module, shape: Sequence[int], file: Path, quantized:
         library.convert(module.eval(), (torch.zeros(*shape),), quant_config=settings).export(str(file))
 
 
-def append_metadata(file: Path, metadata: Mapping[str, Any]) -> None:
+def append_metadata(file: Path, metadata: Mapping[str, object]) -> None:
     """Append metadata to a .tflite file, as texts, where Ultralytics' package looks for them."""
     with zipfile.ZipFile(file, 'a') as archive:
         archive.writestr(METADATA, json.dumps({key: str(value) for key, value in metadata.items()}))

@@ -126,7 +126,7 @@ class MeasuredOnnxRuntime(Measured):
 
     @override
     def open(self, measurement: Measurement, file: Path, conditions: Conditions) -> OnnxRuntime:
-        options: dict[str, Any] = {'threads': torch.get_num_threads()}  # as many as PyTorch has
+        options: dict[str, object] = {'threads': torch.get_num_threads()}  # as many as PyTorch has
         if self.stream:
             options['user_compute_stream'] = str(self.stream.cuda_stream)
         try:

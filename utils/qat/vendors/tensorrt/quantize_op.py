@@ -60,7 +60,7 @@ class Detector(nn.Module):
         for layer in (*last, *([head.proto] if hasattr(head, 'proto') else ())):
             layer.register_forward_hook(lambda _module, _inputs, output: output.float())
 
-    def forward(self, images: torch.Tensor) -> Any:
+    def forward(self, images: torch.Tensor) -> object:
         """Predict: images FP32 [B, 3, H, W] in 0..1 → what the ONNX file returns, FP32."""
         return self.model(images.half() if self.half_inside else images)
 
@@ -146,7 +146,7 @@ def _is_move(node: Node) -> bool:
 
 def merge_duplicates(program: ExportedProgram) -> None:
     """Merge operators that compute the same. All readers of a tensor that quantize it with one amax then share one `quantize_op`."""
-    first: dict[Any, Node] = {}
+    first: dict[object, Node] = {}
     for node in list(program.graph.nodes):
         if node.op != 'call_function':
             continue

@@ -74,7 +74,7 @@ def load_torch_tensorrt(device: torch.device) -> ModuleType:
     return torch_tensorrt
 
 
-def write_engine(path: Path, engine: bytes, built_by: str, check: Callable[[Path], None], **entries: Any) -> None:
+def write_engine(path: Path, engine: bytes, built_by: str, check: Callable[[Path], None], **entries: object) -> None:
     """Write an engine and its sidecar of `entries`, if `check` of the temporary file raises nothing.
 
     built_by: name and version of the TensorRT that built it.
@@ -92,7 +92,7 @@ def write_engine(path: Path, engine: bytes, built_by: str, check: Callable[[Path
 
 def compile_settings(
     tt: Any, device: torch.device, smallest: Sequence[int], largest: Sequence[int], workspace: int, path: Path
-) -> dict[str, Any]:
+) -> dict[str, object]:
     """Return the arguments that both compilers of Torch-TensorRT (`tt`) take.
 
     `smallest` and `largest` are shapes of the images; the kernels are chosen for the largest. `workspace` is in MiB. The timing cache lies beside `path`,
@@ -159,7 +159,7 @@ class TorchTensorRTFormat(Format):
         files = dict(zip(config.formats, self.paths(export, path)))
         written: dict[Path, str] = {}
 
-        def agree(file: Path, computed: Any) -> None:
+        def agree(file: Path, computed: object) -> None:
             engine = f'Torch-TensorRT ({file.name})'
             written[file] = str(reference.require_agreement(computed, engine, typing))
 

@@ -149,7 +149,7 @@ def logger(trt: Any, say: Callable[[str], object]) -> Any:
         def reason(self, which: int = 0) -> str:
             return self.errors[which] if self.errors else 'no reason given'
 
-        def log(self, severity: Any, message: str) -> None:
+        def log(self, severity: object, message: str) -> None:
             if severity <= trt.ILogger.Severity.ERROR:
                 self.errors.append(message)
             elif severity == trt.ILogger.Severity.WARNING:

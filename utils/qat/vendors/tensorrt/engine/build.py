@@ -129,7 +129,7 @@ class EngineFromOnnx:
         with atomic(file) as tmp:
             tmp.write_bytes(bytes(cache.serialize()))
 
-    def _serialize(self, network: Any, settings: Any) -> bytes:
+    def _serialize(self, network: object, settings: Any) -> bytes:
         monitor = None
         if self.progress and Capability.PROGRESS in self.can:
             bar = self.progress()
@@ -187,7 +187,7 @@ def build_with_trtexec(
     layer: Path | None = None,
     profile: Path | None = None,
     tuning: Sequence[str] = (),
-) -> dict[str, Any]:
+) -> dict[str, object]:
     """Build the engine plan.config.engine and write its sidecar, whose content is returned; see `arguments`."""
     config, start = plan.config, time.perf_counter()
     config.engine.parent.mkdir(parents=True, exist_ok=True)

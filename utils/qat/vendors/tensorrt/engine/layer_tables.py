@@ -6,7 +6,6 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from os.path import commonprefix
 from pathlib import Path
-from typing import Any
 
 from utils.qat.core.files import atomic
 from utils.qat.core.text import markdown_table
@@ -42,7 +41,7 @@ def short_name(layer: Layer) -> str:
     return name if len(name) <= WIDTH else f'{name[: WIDTH // 2]}…{name[1 - WIDTH // 2 :]}'
 
 
-def _cells(engine: Engine, index: int, findings: Sequence[LayerFinding]) -> dict[str, Any]:
+def _cells(engine: Engine, index: int, findings: Sequence[LayerFinding]) -> dict[str, object]:
     """Describe a layer of an engine: column → cell. Lists are joined by '; '; '' where there is nothing."""
     layer = engine.layers[index]
     share = None if layer.ms is None else engine.share([layer])

@@ -142,7 +142,7 @@ def _load(path: Path, flag: str) -> Any:
         raise QatError(f'{flag} {path}: no JSON, or not all of it{where}; {EXPORT}') from e
 
 
-def _visible(content: object) -> Any:
+def _visible(content: object) -> object:
     """Make all text in the content of a JSON file printable: names are printed, drawn and compared with each other."""
     if isinstance(content, dict):
         return {visible(key): _visible(value) for key, value in content.items()}
@@ -195,7 +195,7 @@ def _layer(raw: dict[str, Any], index: int) -> Layer:
     )
 
 
-def _bound(raw: dict[str, Any], layers: list[Layer]) -> tuple[list[Tensor], list[Tensor]]:
+def _bound(raw: dict[str, object], layers: list[Layer]) -> tuple[list[Tensor], list[Tensor]]:
     """Find the inputs and outputs of the engine; "Bindings" are only names: one that no layer writes is an input."""
     read, written = ({t.name: t for layer in layers for t in getattr(layer, side)} for side in ('inputs', 'outputs'))
     listed = raw.get('I/O Tensors')

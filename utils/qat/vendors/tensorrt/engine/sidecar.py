@@ -59,7 +59,7 @@ def this_gpu(device: torch.device | None = None) -> dict[str, str] | None:
     }
 
 
-def write_sidecar(plan: Plan, **more: object) -> dict[str, Any]:
+def write_sidecar(plan: Plan, **more: object) -> dict[str, object]:
     """Write the sidecar of an engine that was built as planned, with `more` about the build; return its content."""
     config = plan.config
     return write_entries(

@@ -201,6 +201,7 @@ benchmark_trt.py --device cpu
     {files}/net.onnx                   | --imgsz: ; leaves the image size of x open
     {files}/float.onnx --imgsz 96      | --imgsz 96 96: ; takes 64 x 64
     {files}/float.onnx --imgsz 96 64 32 | --imgsz
+    {files}/float.pt --imgsz 100000    | --imgsz 100000: ; each at most 8192
     {files}/float.pt --imgsz 100       | must be multiples of 32
     {files}/half.onnx --batch 8        | fixed batch of 1
     {files}/float.onnx --baseline none.onnx | --baseline none.onnx: no such file

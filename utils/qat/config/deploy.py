@@ -8,6 +8,7 @@ from pathlib import Path
 from utils.qat.config.common import (
     DEVICE,
     ENGINE_BACKEND,
+    LARGEST,
     SEED,
     SHARE,
     SIZE,
@@ -64,9 +65,13 @@ def image_sizes(given: Sequence[str]) -> tuple[Sides, ...]:
     """Read --imgsz of the benchmark: '640', '480 640' (height and width), or a list such as '320,480x640'."""
     sizes = [given[0]] if len(given) != 2 else ['x'.join(given)]
     sides = [part.split('x') for part in words(sizes[0])]
-    if len(given) > 2 or not sides or not all(len(s) < 3 and all(n.isdigit() and int(n) for n in s) for s in sides):
+    if (
+        len(given) > 2
+        or not sides
+        or not all(len(s) < 3 and all(n.isdigit() and 0 < int(n) <= LARGEST for n in s) for s in sides)
+    ):
         raise QatError(
-            f'--imgsz {" ".join(given)}: must be one number of pixels, height and width, or a list such as 320,480x640'
+            f'--imgsz {" ".join(given)}: must be one number of pixels, height and width, or a list such as 320,480x640; each at most {LARGEST}'
         )
     return tuple(dict.fromkeys((int(s[0]), int(s[-1])) for s in sides))
 
@@ -87,7 +92,7 @@ class BuildConfig(Settings):
     onnx: Path = option(MISSING, 'file of export_qat.py, or any other', metavar='MODEL.onnx', positional=True)
     engine: Path = option(None, 'where to write; default: MODEL.engine beside the ONNX file')
     imgsz: Sides | None = option(
-        None, 'height and width in pixels, for a file that leaves them open', *SIZE, allowed=Range(1)
+        None, 'height and width in pixels, for a file that leaves them open', *SIZE, allowed=Range(1, LARGEST)
     )
     batch: tuple[int, ...] | None = option(  # smallest, fastest, largest
         None,

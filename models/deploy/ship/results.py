@@ -61,7 +61,7 @@ class Results:
 
     @property
     def taught(self) -> Path | None:
-        """The float model with the functions that this run has taught it; fine-tuning would need its teacher, which has others."""
+        """The float model with functions that this run has taught it; None before a fine-tuning, whose teacher is the original."""
         learnt = self.plan.config.activation in LEARNT and not self.plan.config.epochs
         return self.plan.folder / self.run / self.report['adapted']['file'] if learnt else None
 

@@ -55,8 +55,7 @@ if __name__ == '__main__':
     model.allocate_tensors()
     (given,), returned = model.get_input_details(), {each['name']: each for each in model.get_output_details()}
     size = given['shape'][1:3]
-    picture = np.asarray(cv2.imread(sys.argv[2]))
-    image, ratio, shift = letterbox(picture[..., ::-1], size[0], size[1])
+    image, ratio, shift = letterbox(np.asarray(cv2.imread(sys.argv[2]))[..., ::-1], size[0], size[1])
     model.set_tensor(given['index'], image[None])
     model.invoke()
     outputs = [returned[name] for name in ('boxes', 'scores')]

@@ -60,9 +60,9 @@ def traceable_copy(model: Network, inplace: bool = False) -> Network:
     `inplace`: whether the head decodes boxes in place.
     """
     model = deepcopy(model).float().eval().requires_grad_(False)
-    head = head_of(model)  # a classifier's last layer reads none of these
-    # without a shape the anchors are computed anew, inside the trace
-    vars(head).update(export=True, inplace=inplace, shape=None)
+    head: Any = head_of(model)  # a classifier's last layer reads none of these
+    head.export, head.inplace = True, inplace
+    head.shape = None  # so the anchors are computed anew, inside the trace
     return model
 
 

@@ -43,8 +43,8 @@ class Results:
     def __init__(self, plan: Plan, run: str) -> None:
         """Read the results. run: name of the run."""
         self.plan, self.run, speed = plan, run, read(plan.folder / f'{run}-speed/benchmark.json')
-        self.report, learnt = read(plan.folder / run / 'report.json'), plan.config.activation in LEARNT
-        self.activation = plan.config.activation if learnt else self.report['settings']['activation']
+        self.report, self.learnt = read(plan.folder / run / 'report.json'), plan.config.activation in LEARNT
+        self.activation = plan.config.activation if self.learnt else self.report['settings']['activation']
         in_pytorch, self.file = read(plan.folder / f'{run}-outputs/compare.json')['comparisons']
         scores = self.file['reference'], in_pytorch['other'], self.file['other']
         self.float, self.int8, self.in_engine = map(scores_of, scores)
@@ -62,8 +62,9 @@ class Results:
     @property
     def taught(self) -> Path | None:
         """The float model with functions that this run has taught it; None before a fine-tuning, whose teacher is the original."""
-        learnt = self.plan.config.activation in LEARNT and not self.plan.config.epochs
-        return self.plan.folder / self.run / self.report['adapted']['file'] if learnt else None
+        if not self.learnt or self.plan.config.epochs:
+            return None
+        return self.plan.folder / self.run / self.report['adapted']['file']
 
     def models(self) -> str:
         """Make the table of the models."""

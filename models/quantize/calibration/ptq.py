@@ -86,7 +86,7 @@ def every_third(batches: Sequence[torch.Tensor]) -> tuple[Sequence[torch.Tensor]
 
 
 def is_behind(logs: torch.Tensor, best: torch.Tensor) -> bool:
-    """Tell whether a divergence is larger than the best beyond the confidence interval. Both are logarithms for the same images, FP64 [images]."""
+    """Tell whether a divergence is BEHIND standard errors larger than the best. Both are logarithms for the same images, FP64 [images]."""
     behind = logs - best
     if len(behind) == 1:
         return False

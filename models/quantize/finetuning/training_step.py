@@ -41,7 +41,7 @@ WARM_UP = 3  # steps before a CUDA graph is recorded, in which libraries choose 
 
 
 class StepState(TypedDict):
-    """What later steps depend on, on the CPU."""
+    """The tensors of a training step that the next step needs, copied to the CPU."""
 
     tensors: dict[str, torch.Tensor]
     optimizer: dict[int, dict[str, torch.Tensor]]  # number of a parameter → its state in Adam, by the names MOMENTS

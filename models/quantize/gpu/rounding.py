@@ -125,7 +125,7 @@ def _laid_out(gradient: torch.Tensor, strides: tuple[int, ...]) -> torch.Tensor:
 
 
 class _Context(BackwardCFunction):
-    """What the forward pass keeps for the backward pass beside tensors."""
+    """The context of a rounding: the forward pass keeps these numbers in it for the backward pass."""
 
     strides: tuple[int, ...]
     range: tuple[float, float, float]  # 1 / scale, and the ends

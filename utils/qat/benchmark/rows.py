@@ -10,7 +10,7 @@ Accuracy = dict[str, Any]  # see run.accuracy_of
 
 
 class Facts(TypedDict):
-    """What a row says of the file itself."""
+    """The part of a row that describes the file that ran."""
 
     model: str  # path of the file that ran
     given: str  # on the command line: the .onnx file, if its checkpoint ran

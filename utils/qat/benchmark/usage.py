@@ -129,9 +129,13 @@ class Usage:
     def during(self, turns: Sequence[tuple[float, float]]) -> Load:
         """Average the samples in turns, each from and to some seconds since the start; empty if none fell into a turn."""
         samples = [s for s in self.samples if any(start <= s.seconds <= end for start, end in turns)]
-        load = Load(percent=fmean(s.percent for s in samples)) if samples else Load()
-        if clocks := [s.clock for s in samples if s.clock is not None]:
+        if not samples:
+            return {}
+        load = Load(percent=fmean(s.percent for s in samples))
+        clocks = [s.clock for s in samples if s.clock is not None]
+        others = [s.others for s in samples if s.others is not None]
+        if len(clocks) == len(samples):
             load['clock_mhz'] = fmean(clocks)
-        if others := [s.others for s in samples if s.others is not None]:
+        if len(others) == len(samples):
             load['others_percent'] = fmean(others)
         return load

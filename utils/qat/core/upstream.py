@@ -1,4 +1,4 @@
-"""What the toolkit reads of the networks of upstream and of torchvision, as a type; neither has types of its own."""
+"""Types for the networks of upstream and of torchvision, which have none: the attributes that the toolkit reads."""
 
 from typing import Any
 

@@ -210,7 +210,7 @@ def _scores(
     keys = tuple(DetectionMetrics.columns)
     if not correct.any():
         return dict.fromkeys(keys, 0.0), {}
-    # Equal scores, of which INT8 has many, keep their order: upstream's sort has another one on each CPU
+    # Equal scores, of which INT8 has many, keep the order of the images; upstream's sort keeps none
     distinct = score.astype(np.float64)
     distinct[np.argsort(-score, kind='stable')] -= TIED * np.arange(len(score))
     _, _, p, r, _, ap, classes = ap_per_class(correct, distinct, predicted, true, names=names)

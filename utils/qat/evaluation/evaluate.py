@@ -74,7 +74,8 @@ def evaluate(
         metrics.ms_per_image = {k: round(sum(s[k] for s in of_all) / metrics.images * 1e3, 2) for k in task.steps}
         if predictions_file and scorer.rows is not None:
             write_text(predictions_file, json.dumps(scorer.rows))
-        if annotations and isinstance(loader, Loader):
+        if annotations:
+            assert isinstance(loader, Loader)  # which knows the files of its images
             files = loader.dataset.im_files
             metrics.coco = coco_figures(annotations, scorer.rows, files)
             if metrics.mask:

@@ -96,7 +96,7 @@ class Unit(TypedDict):
 
 
 class Costs(TypedDict):
-    """What `analyse` measures: of the float model and of the whole in INT8 figures (see MEASURED), and of each unit."""
+    """The costs that `analyse` measures: figures (see MEASURED) of the float model and of the INT8 model, and those of each unit."""
 
     float: dict[str, Any]
     int8: dict[str, Any]

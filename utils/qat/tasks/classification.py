@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -86,9 +86,10 @@ class Classification(Task):
         """
         import torch
 
-        for m in model.modules():
+        modules: Iterable[Any] = model.modules()
+        for m in modules:
             if getattr(m, 'inplace', False):
-                vars(m)['inplace'] = False
+                m.inplace = False
         if not hasattr(model, 'stride'):
             model.stride = torch.tensor([float(STRIDE)])
         with torch.no_grad():

@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 from helpers import classifiers
 
-from builds import building
+from builds import LEVEL, building
 from command_runner import CommandRunner, engine_of
 from kinds import KINDS, build, compare_with_onnx, data_of, export, link, onnx_of
 from models.quantize import checkpoint
@@ -231,7 +231,14 @@ def test_timing_cache(runner):
     built = [*(runner.folder / 'measured' / 'engines').glob(f'{Path(file).stem}-*.engine.json')]
     if not built:
         pytest.skip('needs speed')
-    options = '--timing-cache', built[0].with_name('tensorrt.timing.cache'), '--engine', 'again.engine', '--no-trtexec'
+    options = (
+        '--timing-cache',
+        built[0].with_name('tensorrt.timing.cache'),
+        '--engine',
+        'again.engine',
+        '--no-trtexec',
+        *LEVEL,
+    )
     runner.run('scripts/build_engine.py', file, *options)
     first, again = json.loads(built[0].read_text(encoding='utf-8')), runner.json('again.engine.json')
     assert again['timing_cache_reused'] and again['seconds'] < first['seconds']
@@ -327,7 +334,7 @@ def test_speed(runner):
     fp16, silu, relu = (result['compute']['median'] for result in results)
     busy = [percent for _, _, percent, *_ in runner.json('measured/speed/benchmark.json')['usage']]
     runner.found = (
-        f'batch {SPEED_BATCH}: FP16 {fp16:.3f} ms, INT8 {silu:.3f} ms, {fp16 / silu:.2f} times as fast; '
+        f'batch {SPEED_BATCH}, engines of level {LEVEL[1]}: FP16 {fp16:.3f} ms, INT8 {silu:.3f} ms, {fp16 / silu:.2f} times as fast; '
         f'with ReLU {relu:.3f} ms, {fp16 / relu:.2f} times; '
         f'{f"GPU busy up to {max(busy):.0f} % by NVML" if busy else "no samples of NVML"}'
     )

@@ -391,8 +391,8 @@ def test_openvino_says_that_it_is_not_its_file(small, tmp_path):
     assert said in notes[0][-1] and not [line for line in notes[1] if 'padded' in line]
 
 
-@pytest.mark.parametrize('words', [[], ['--no-pad']])
-def test_val_trt_sh_passes_it_on(tmp_path, words):
+@pytest.mark.parametrize('words', [[], ['--no-pad'], ['--no-pad', '--level', '2', '--float', 'w.pt']])
+def test_val_trt_sh_passes_options_on(tmp_path, words):
     """TensorRT and the commands are a script that notes their words."""
     (tmp_path / 'python').write_text(f'#!/bin/sh\necho "$@" >> {tmp_path}/said\necho 10\n')
     (tmp_path / 'python').chmod(0o755)
@@ -405,6 +405,8 @@ def test_val_trt_sh_passes_it_on(tmp_path, words):
     lines = (tmp_path / 'said').read_text().splitlines()
     assert [('--no-pad' in line) for line in lines if 'export_qat.py' in line] == [bool(words)]
     assert not [line for line in lines if 'export_qat.py' not in line and '--no-pad' in line]
+    builds = [line for line in lines if 'build_engine.py' in line and '--which' not in line]
+    assert [('--level 2' in line) for line in builds] == [True] * 2 if '--level' in words else [False]
 
 
 @pytest.mark.parametrize('text, shown', [('32', 32), ('', 0), ('9' * 5000, 0), ('٣٢', 0), ('-1', 0)])

@@ -28,6 +28,7 @@ MEASURED = ('fp32', 'bf16', 'fp16', 'int8')  # of a benchmark
 WORKSPACE = 4096  # MiB. Fixed, so that a build does not depend on the free memory
 MEMORY = Range(1, words='be 1 (MiB) or more')
 JOBS = (None, 'engines that are built at a time; default: 1, or of level 0 up to 8')
+LEVEL = (None, "TensorRT's optimization level, 0 (fast build) to 5 (fast engine)")
 measurement = partial(option, group='measurement')
 comparison = partial(option, group='comparison')
 
@@ -107,9 +108,7 @@ class BuildConfig(Settings):
     workspace: int = option(WORKSPACE, 'memory for kernels', metavar='MIB', allowed=MEMORY)
     _: KW_ONLY
     timing_cache: Path = option(None, 'file of kernel timings; default: beside the engine')
-    level: int | None = option(
-        None, "TensorRT's optimization level, 0 (fast build) to 5 (fast engine)", allowed=Range(0, 5)
-    )
+    level: int | None = option(*LEVEL, metavar='N', allowed=Range(0, 5))
     backend: str = option(ENGINE_BACKEND, 'TensorRT, or TensorRT-RTX, which builds without a GPU', allowed=ENGINES)
     trtexec: bool = option(True, 'use trtexec where it is found')
     tune_build_routes: str | None = option(
@@ -211,6 +210,7 @@ class BenchmarkConfig(LabelledConfig, FolderConfig):
     device: str = run('', DEVICE)
     cuda_graph: bool = measurement(True, 'replay the kernels of an engine as a CUDA graph')  # as trtexec 11 does
     workspace: int = measurement(WORKSPACE, 'MiB for the kernels of an engine that is built', allowed=MEMORY)
+    level: int | None = measurement(*LEVEL, metavar='N', allowed=Range(0, 5))
     jobs: int | None = measurement(*JOBS, metavar='N', allowed=Range(1))
     baseline: str | None = measurement(
         None,
@@ -308,7 +308,7 @@ class VerifyConfig(FolderConfig):
     jobs: int | None = option(*JOBS, metavar='N', allowed=Range(1))
     level: int = option(
         0,
-        "TensorRT's optimization level, 0 (fast build) to 5, of all engines but those whose speed is measured",
+        "TensorRT's optimization level, 0 (fast build) to 5, of all engines but those whose speed is measured, which is 2 or more",
         allowed=Range(0, 5),
     )
     duration: float = option(3.0, 'seconds of each measurement of speed', allowed=Range(0, without=0))

@@ -73,7 +73,11 @@ class MeasuredTensorRT(Measured):
         }
         if missing:
             conditions.failed.update(
-                build_engines(list(missing.values()), jobs_here(conditions.config.jobs, None), conditions.device)
+                build_engines(
+                    list(missing.values()),
+                    jobs_here(conditions.config.jobs, conditions.config.level),
+                    conditions.device,
+                )
             )
 
     @staticmethod
@@ -113,7 +117,7 @@ def engine_of(measurement: Measurement, conditions: Conditions) -> BuildConfig |
     if onnx.suffix.lower() != '.onnx':
         return None
     config, imgsz, batch = conditions.config, measurement.imgsz, measurement.batch
-    size = ''.join(f'-{n}' for n in imgsz or ())
+    size = ''.join(f'-{n}' for n in imgsz or ()) + f'-level{config.level}' * (config.level is not None)
     name = f'{onnx.stem}-{measurement.model.digest[:12]}-{backend}-{measurement.precision}-b{batch}{size}'
     return BuildConfig(
         onnx,
@@ -123,6 +127,7 @@ def engine_of(measurement: Measurement, conditions: Conditions) -> BuildConfig |
         measurement.precision,
         config.workspace,
         timing_cache=config.project / 'engines' / f'{backend}.timing.cache',
+        level=config.level,
         backend=backend,
     )
 

@@ -27,6 +27,7 @@ from utils.qat.untrusted.json_schema import NONE, NUMBER, read_json
 STAMPS = 'steps.json'
 MARK = 'warning: '  # how a line of a command begins that is one
 PR_SET_PDEATHSIG = 1  # of Linux's prctl.h
+TRUST = 60  # seconds of steps that say as much of this machine's pace as the plan does: one slow start must not double all that is left
 
 
 class Failed(QatError):
@@ -64,7 +65,7 @@ class Runner:
     def expect(self, steps: Sequence[Step]) -> str:
         """Say how long steps will take: what was expected, by how right that was so far."""
         expected, taken = (sum(of(step) for step in self.done) for of in (Step.whole, self.seconds))
-        return in_words((taken / expected if self.done else 1) * sum(map(Step.whole, steps)))
+        return in_words((taken + TRUST) / (expected + TRUST) * sum(map(Step.whole, steps)))
 
     def seconds(self, step: Step) -> float:
         """Return the time that a step has taken."""

@@ -93,16 +93,7 @@ def link(name, target):
 def build(runner, name, engine, *words):
     """Build an engine of an exported kind with more options of scripts/build_engine.py; returns the content of its sidecar."""
     (runner.folder / engine).unlink(missing_ok=True)  # of an earlier run
-    options = (
-        '--engine',
-        engine,
-        '--timing-cache',
-        'all.timing.cache',
-        '--backend',
-        runner.config.backend,
-        '--level',
-        runner.config.level,
-    )
+    options = '--engine', engine, '--backend', runner.config.backend, '--level', runner.config.level
     try:
         runner.run('scripts/build_engine.py', onnx_of(name), *options, *KINDS[name].build, *words)
     except pytest.fail.Exception as e:

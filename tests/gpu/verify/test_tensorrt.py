@@ -224,7 +224,7 @@ def test_timing_cache(runner):
     """The engine of the row speed, because a build of level 0 takes no times."""
     if runner.config.backend == 'rtx':
         runner.need('build plain')
-        assert build(runner, 'plain', 'again.engine')['timing_cache_reused']
+        assert build(runner, 'plain', 'again.engine', '--timing-cache', 'plain.timing.cache')['timing_cache_reused']
         runner.found = 'read again; TensorRT-RTX keeps no timings in it'
         return
     file = onnx_of('plain', SPEED_BATCH)

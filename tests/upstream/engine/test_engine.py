@@ -6,6 +6,7 @@ import os
 import re
 import stat
 import subprocess
+import time
 from pathlib import Path
 
 import numpy as np
@@ -501,6 +502,33 @@ def test_what_cannot_tune_says_so(file, tmp_path, monkeypatch, number, words, sa
     monkeypatch.setenv('PATH', f'{tmp_path}:{os.environ["PATH"]}')
     assert says in command('scripts/build_engine.py', file('int8'), *words.split(), code=2)
     assert not list(tmp_path.glob('*.engine'))
+
+
+@pytest.mark.parametrize('failing, beside, ended', [('w', 'f', 'ended by the script'), ('f', 'w', 'to its end')])
+def test_val_trt_sh_ends_if_one_of_two_builds_fails(tmp_path, failing, beside, ended):
+    """The builds are a script; a build that is waited for runs to its end, and the other one does not outlive the script."""
+    fake = f"""#!/bin/bash
+        case "$*" in
+            *--which*) echo 10 ;;
+            *build_engine.py*{failing}.onnx*) while [[ ! -e begun ]]; do sleep 0.05; done; exit 3 ;;
+            *build_engine.py*{beside}.onnx*)
+                trap 'echo ended by the script > how; kill $!; exit' TERM
+                touch begun; sleep {60 if beside == 'f' else 1} & wait
+                echo to its end > how ;;
+            *build_engine.py* | *eval*) touch other ;;
+        esac"""
+    (tmp_path / 'python').write_text(fake)
+    (tmp_path / 'python').chmod(0o755)
+    for name in ('w.pt', 'f.pt', 'data.yaml'):
+        (tmp_path / name).touch()
+    script = ['bash', REPO / 'scripts/val_trt.sh', 'w.pt', 'data.yaml', '64', '--float', 'f.pt', '--level', '0']
+    done = subprocess.run(script, cwd=tmp_path, env={**os.environ, 'PYTHON': str(tmp_path / 'python')}, timeout=50)
+    assert done.returncode == 3 and not (tmp_path / 'other').exists()
+    for _ in range(100):  # 10 s for a process that was just told to end
+        if (tmp_path / 'how').exists():
+            break
+        time.sleep(0.1)
+    assert (tmp_path / 'how').read_text().strip() == ended
 
 
 @pytest.mark.parametrize('script', ['val_trt.sh', 'generate_trt_engine.sh'])

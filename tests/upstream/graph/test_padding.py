@@ -391,7 +391,7 @@ def test_openvino_says_that_it_is_not_its_file(small, tmp_path):
     assert said in notes[0][-1] and not [line for line in notes[1] if 'padded' in line]
 
 
-@pytest.mark.parametrize('words', [[], ['--no-pad'], ['--no-pad', '--level', '2', '--float', 'w.pt']])
+@pytest.mark.parametrize('words', [[], ['--no-pad'], ['--no-pad', '--level', '2', '--float', 'w.pt', '--jobs', '2']])
 def test_val_trt_sh_passes_options_on(tmp_path, words):
     """TensorRT and the commands are a script that notes their words."""
     (tmp_path / 'python').write_text(f'#!/bin/sh\necho "$@" >> {tmp_path}/said\necho 10\n')

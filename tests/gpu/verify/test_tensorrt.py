@@ -72,8 +72,7 @@ def runner_of_all(request, tmp_path_factory):
 @pytest.fixture
 def runner(runner_of_all, request):
     request.node.runner = replace(runner_of_all, commands=[])
-    if time.monotonic() > runner_of_all.deadline:
-        pytest.skip(f'the {runner_of_all.config.minutes:g} minutes were over (--minutes)')
+    skip_if_over(runner_of_all)
     return request.node.runner
 
 
@@ -81,6 +80,12 @@ def runner(runner_of_all, request):
 def alone(runner):
     """Begin a row that measures time when nothing is built any more."""
     wait([future for future, _ in runner.builds.values()])
+    skip_if_over(runner)
+
+
+def skip_if_over(runner):
+    if time.monotonic() > runner.deadline:
+        pytest.skip(f'the {runner.config.minutes:g} minutes were over (--minutes)')
 
 
 def demo_settings(request, folder):

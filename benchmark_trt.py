@@ -10,7 +10,7 @@ import sys
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))  # the patched tree; PYTHONSAFEPATH leaves it out
 from utils.qat.config.deploy import BenchmarkConfig
@@ -25,7 +25,7 @@ from utils.qat.core.run_folder import own_folder
 if TYPE_CHECKING:
     import torch
 
-    from utils.qat.benchmark.rows import Row
+    from utils.qat.benchmark.rows import Report, Row
     from utils.qat.vendors.measured import Measurement
 
 EPILOG = (
@@ -108,8 +108,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     measurements, left_out = measurements_of(models, config, device)
     torch.backends.cudnn.benchmark = True  # choose the fastest convolution for the shape, as a builder of engines does
     conditions, usage = Conditions(config, device, open_checkpoint), Usage(device)
-    report: dict[str, Any] = {'settings': asdict(config), 'machine': machine(device), 'left_out': left_out}
-    LOGGER.info(f'{report["machine"]["device"]}: {len(measurements)} measurements of {config.duration:g} s')
+    here = machine(device)
+    LOGGER.info(f'{here["device"]}: {len(measurements)} measurements of {config.duration:g} s')
     for line in left_out:
         LOGGER.info(f'left out: {line}')
 
@@ -127,7 +127,14 @@ def main(argv: Sequence[str] | None = None) -> None:
         finally:  # finished measurements stay, whatever ended the run
             if done:
                 rows = [row for _, row in sorted(done, key=lambda pair: measurements.index(pair[0]))]
-                said = write_benchmark(folder, {**report, 'results': rows, 'usage': usage.samples})
+                report: Report = {
+                    'settings': asdict(config),
+                    'machine': here,
+                    'left_out': left_out,
+                    'results': rows,
+                    'usage': usage.samples,
+                }
+                said = write_benchmark(folder, report)
                 LOGGER.log(RESULT, '\n' + '\n\n'.join(said) + '\n')
                 if disturbed := disturbance(rows):
                     LOGGER.warning(disturbed)

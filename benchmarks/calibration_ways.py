@@ -81,7 +81,12 @@ def ways(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
     def scored(name: str, model: Network) -> dict[str, Any]:
         metrics = evaluate(TorchModel(model), val, data.names, device)
         divergence = None if model is reference else typical_divergence(model, shown, wanted)
-        return {'way': name, 'divergence': divergence, 'ap': metrics.ap, 'mask_ap': (metrics.mask or {}).get('ap')}
+        return {
+            'way': name,
+            'divergence': divergence,
+            'ap': metrics.to_json()['ap'],
+            'mask_ap': (metrics.mask or {}).get('ap'),
+        }
 
     yield scored('float', reference)
     model = deepcopy(reference)

@@ -5,7 +5,6 @@ fake-quantizers bit for bit: rounding and limits are the same, and an INT8 weigh
 """
 
 from copy import deepcopy
-from typing import Any
 
 import torch
 import torch.ao.quantization.fx._decomposed  # registers the operators
@@ -95,7 +94,7 @@ class Passed(nn.Identity):
     rounds = False
 
 
-def on_integers(model: Network, unsigned: bool = False, stored: Any = StoredWeight) -> Network:
+def on_integers(model: Network, unsigned: bool = False, stored: type[nn.Module] = StoredWeight) -> Network:
     """Copy a model with each quantizer replaced; a float model is copied as it is.
 
     Args:

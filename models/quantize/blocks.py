@@ -22,7 +22,7 @@ from models.quantize.quantizers import Quantizer, SiLUQuantizer, rounded_unit
 from utils.qat.core.upstream import Network
 
 
-def _without_copy(cls: Any, module: Any) -> Any:
+def _without_copy(cls: Any, module: nn.Module) -> Any:
     """Make an instance of `cls` with the state of `module`: new containers, the same parameters and submodules.
 
     Leave out the `forward` that upstream's `fuse()` sets on an instance: it would hide the forward of the class.
@@ -78,6 +78,9 @@ class WeightedTwin(Twin):
     if TYPE_CHECKING:
         weight: torch.Tensor
 
+        def weighted(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+            """Compute the layer with another weight."""
+
     @classmethod
     def from_float(cls, block: nn.Module) -> Self:
         """Make the quantized twin of `block`, without a calibration."""
@@ -85,7 +88,7 @@ class WeightedTwin(Twin):
         twin.weight_quantizer = Quantizer(axis=0)
         return twin
 
-    def forward(self: Any, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Compute the layer with rounded input and weight."""
         return self.weighted(self.input_quantizer(x), self.weight_quantizer(self.weight))
 
@@ -118,13 +121,16 @@ class QuantResidual(Twin):
     """
 
     add_policy = 'both'
+    if TYPE_CHECKING:  # of the upstream block
+        cv1: nn.Module
+        cv2: nn.Module
 
     @property
     def quantizer_names(self) -> tuple[str, ...]:  # type: ignore[override]
         """Attributes of the quantizers; the branch has its own only with the policy 'each'."""
         return ('add_quantizer', 'branch_quantizer') if self.add_policy == 'each' else ('add_quantizer',)
 
-    def set_add_policy(self: Any, policy: str) -> None:
+    def set_add_policy(self, policy: str) -> None:
         """Change the addends that are quantized, before the calibration."""
         self.add_policy = policy
         if policy == 'each':
@@ -135,11 +141,11 @@ class QuantResidual(Twin):
         """Tell whether `block` has a residual Add."""
         return super().suits(block) and bool(block.add)
 
-    def forward(self: Any, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Add the shortcut to the branch: [B, C, H, W] → the same shape."""
         return self.added(x, self.cv2(self.cv1(x)))
 
-    def added(self: Any, shortcut: torch.Tensor, branch: torch.Tensor) -> torch.Tensor:
+    def added(self, shortcut: torch.Tensor, branch: torch.Tensor) -> torch.Tensor:
         """Add, with the addends quantized by `add_policy`."""
         shortcut = self.add_quantizer(shortcut)
         if self.add_policy != 'residual':
@@ -165,7 +171,7 @@ class _QuantPoolInput(Twin):
     The pooling is INT8 because the input quantizers of the next convolutions quantize its output.
     """
 
-    def forward(self: Any, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
         return super().forward(self.input_quantizer(x))  # type: ignore[misc]  # of the upstream block
 
 
@@ -186,7 +192,7 @@ class QuantCBFuse(Twin, CBFuse):
 
     float_class = CBFuse
 
-    def forward(self, xs: Sequence[Any]) -> torch.Tensor:
+    def forward(self, xs: Sequence) -> torch.Tensor:
         """Add the maps: a tuple of maps [B, C, h, w] per CBLinear, and at last one map [B, C, H, W]."""
         # One Add after the other, in upstream's order: an engine has INT8 kernels for Add, none for a sum over a stack
         size = xs[-1].shape[2:]
@@ -268,7 +274,7 @@ class _QuantActivation(Twin):
             twin.inplace = False  # calibrators and the backward pass read the input after the call
         return twin
 
-    def forward(self: Any, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
         return super().forward(self.input_quantizer(x))  # type: ignore[misc]  # of PyTorch's module
 
 

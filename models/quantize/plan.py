@@ -1,7 +1,7 @@
 """From what was asked to what is done: each setting that was not typed gets its value here, once."""
 
 from dataclasses import replace
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from models.quantize.activations import activation_for
 from models.quantize.adapt import RATE
@@ -10,11 +10,13 @@ from utils.qat.config.qat import LEARNT, CalibrationConfig, QuantizeConfig
 from utils.qat.core.errors import QatError
 from utils.qat.core.log import LOGGER
 from utils.qat.core.upstream import Network
+from utils.qat.data.dataset import Data
+from utils.qat.data.image_folders import ImageFolders
 
 Plan = TypeVar('Plan', bound=CalibrationConfig)
 
 
-def resolve(asked: Plan, model: Network, device: str, data: Any = None) -> Plan:
+def resolve(asked: Plan, model: Network, device: str, data: Data | ImageFolders | None = None) -> Plan:
     """Return the settings with a value for everything, for a float model that they fit, a type of device ('cuda'), and data.
 
     `decided` has the names of the settings that were not typed. Without data it is taken to have labels. Raises QatError if the device

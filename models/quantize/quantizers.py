@@ -14,8 +14,9 @@ Class paths in this file are a file format, because checkpoints pickle them. Do 
 import contextlib
 import logging
 import warnings
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from functools import lru_cache
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -118,7 +119,7 @@ class Quantizer(TensorQuantizer):
             return torch.fake_quantize_per_tensor_affine(inputs, scale, zero_point, QMIN, QMAX)
         return torch.fake_quantize_per_channel_affine(inputs, scale, zero_point, self._axis, QMIN, QMAX)
 
-    def _apply(self, fn: Any, *args: Any, **kwargs: Any) -> 'Quantizer':
+    def _apply(self, fn: Callable[..., torch.Tensor], *args: Any, **kwargs: Any) -> 'Quantizer':
         """Move with the model but stay FP32, so that `model.half()` does not change the scale."""
         amax = self._buffers.get('_amax')
         super()._apply(fn, *args, **kwargs)
@@ -307,7 +308,7 @@ def collecting(model: nn.Module) -> contextlib.AbstractContextManager[nn.Module]
 
 
 @lru_cache
-def gpu_kernels(device: torch.device) -> Any:
+def gpu_kernels(device: torch.device) -> ModuleType | None:
     """Return the module gpu/rounding.py; None if `device` is no GPU, or if the kernels do not work there, which is logged."""
     if device.type != 'cuda':
         return None

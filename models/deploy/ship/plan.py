@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from models.quantize.calibration.ptq import COMPARED as COMPARED_ON
 from models.quantize.run.duration import CALIBRATED, CHOSEN, LEARNT, SCORED
@@ -14,6 +14,7 @@ from utils.qat.config.qat import QuantizeConfig
 from utils.qat.config.settings import command_words, flag_of
 from utils.qat.config.ship import ShipConfig
 from utils.qat.config.tables import FORMATS, TARGETS
+from utils.qat.config.tasks import Task
 from utils.qat.core.command import command, sides_words
 from utils.qat.core.run_folder import DELIVERED
 from utils.qat.vendors.vendor import Target
@@ -41,7 +42,7 @@ class Step(NamedTuple):
         return LOADING + self.seconds
 
 
-def flags(**values: Any) -> list[object]:
+def flags(**values: object) -> list[object]:
     """Return options as words: a list as several words, True as a flag alone."""
     several = {k: v if isinstance(v, list) else [] if v is True else [v] for k, v in values.items()}
     return [word for name, words in several.items() for word in (flag_of(name), *words)]
@@ -52,7 +53,7 @@ class Plan:
     """A plan holds what is known of a model, its data and its engine, and yields the steps of `ship`."""
 
     config: ShipConfig  # with every default resolved
-    task: Any
+    task: Task
     numbers: dict[str, int]  # of images of 'val', 'calibration' and 'train'
     seconds: float  # that PyTorch takes for an image
     engine_device: str  # --device of the benchmark

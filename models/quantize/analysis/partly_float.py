@@ -18,6 +18,8 @@ from utils.qat.backends.pytorch import TorchModel
 from utils.qat.core.distributed import all_reduce, from_first, is_first, merged
 from utils.qat.core.upstream import Network
 from utils.qat.data.loaders import channels_last
+from utils.qat.evaluation.classes import ClassScorer
+from utils.qat.evaluation.detection_scores import Scorer
 from utils.qat.evaluation.interval import difference, difference_of_merit
 
 FLOAT, INT8, ALONE = 'float', 'int8', 'alone'  # forms of a twin
@@ -84,7 +86,7 @@ class ActivationForms:
             self.twins[path].share.fill_(form != FLOAT)
 
 
-def layer_states(model: Network, first: int, x: Any, saved: Sequence) -> Iterator[tuple[Any, Sequence]]:
+def layer_states(model: Network, first: int, x: object, saved: Sequence) -> Iterator[tuple[object, Sequence]]:
     """Run the layers of an upstream model from `first`, and yield x and saved, before each layer and after the last.
 
     `x` is the output of the layer before `first`, or the images; `saved` has the outputs of all layers before, None for
@@ -109,7 +111,7 @@ class FormMetrics:
     With a scorer, `result` sets `resampled`, see interval.resampled_ap.
     """
 
-    def __init__(self, predict: TorchModel, scorer: Any = None) -> None:
+    def __init__(self, predict: TorchModel, scorer: Scorer | ClassScorer | None = None) -> None:
         self.predict, self.scorer = predict, scorer
         self.sums = torch.zeros(2 + 2 * len(predict.task.parts), dtype=torch.float64, device=predict.device)
 

@@ -11,7 +11,6 @@ tells: see partly_float.py.
 import contextlib
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any
 
 import torch
 import torch.nn as nn
@@ -19,7 +18,7 @@ from torch.utils.data import DataLoader
 
 from models.quantize.activations import Exchange, exchanges
 from models.quantize.analysis.partly_float import ActivationForms, TwinForms, measure_units
-from models.quantize.blocks import QuantConv2d
+from models.quantize.blocks import QuantConv2d, Twin
 from models.quantize.calibration.calibrate import added
 from models.quantize.calibration.divergence import AT_ONCE, backward_from_probe
 from models.quantize.network import find_units, removed_after, within
@@ -50,9 +49,7 @@ class DivergenceEstimate:
         # Sums of squares: only this unit, all but it
         self.sums = torch.zeros(2, len(units), dtype=torch.float64, device=device)
         self.weight = torch.zeros((), dtype=torch.float64, device=device)
-        self.twins: dict[str, Any] = {
-            path: self.model.get_submodule(path) for paths in units.values() for path in paths
-        }
+        self.twins = {path: self.model.get_submodule(path) for paths in units.values() for path in paths}
         # Shift of the mean of the outputs, summed over the images
         self.shifts = {
             path: torch.zeros(m.out_channels, dtype=torch.float64, device=device)
@@ -121,13 +118,13 @@ class DivergenceEstimate:
             return hook
 
         hooks = []
-        twin: Any
         for path, twin in self.twins.items():
             if isinstance(twin, nn.Conv2d | nn.Linear):
                 hooks.append(twin.register_forward_hook(of_conv(path)))
             elif isinstance(twin, Exchange):
                 hooks.append(twin.register_forward_hook(of_exchange(path)))
             else:
+                assert isinstance(twin, Twin)
                 hooks += [getattr(twin, name).register_forward_hook(of_input(path)) for name in twin.quantizer_names]
         with removed_after(hooks):
             yield
@@ -151,13 +148,15 @@ def unit_costs(model: Network, units: Mapping[str, Sequence[str]], imgsz: Sequen
     flops: dict[str, int] = {}
 
     def note(path: str) -> Callable[..., None]:
-        def hook(module: Any, inputs: tuple[torch.Tensor, ...], output: torch.Tensor) -> None:
+        def hook(
+            module: Exchange | nn.Conv2d | nn.Linear, inputs: tuple[torch.Tensor, ...], output: torch.Tensor
+        ) -> None:
             each = 1 if isinstance(module, Exchange) else 2 * module.weight[0].numel()
             flops[path] = each * output[0].numel()
 
         return hook
 
-    convs: dict[str, Any] = {**exchanges(model)} or {
+    convs: dict[str, nn.Module] = {**exchanges(model)} or {
         path: m for path, m in model.named_modules() if isinstance(m, (torch.nn.Conv2d, torch.nn.Linear))
     }
     hooks = [conv.register_forward_hook(note(path)) for path, conv in convs.items()]

@@ -108,10 +108,11 @@ class NotFinite(Exception):
     """The loss or a gradient is not finite; the message says where."""
 
 
-def _like(given: Any, tensor: torch.Tensor) -> bool:
+def _like(given: object, tensor: torch.Tensor) -> bool:
     """Tell whether `given`, read from a file, is a plain finite tensor with the type and shape of `tensor`."""
     return (
-        type(given) is torch.Tensor
+        isinstance(given, torch.Tensor)
+        and type(given) is torch.Tensor
         and given.layout is torch.strided
         and given.device.type == 'cpu'
         and (given.dtype, given.shape) == (tensor.dtype, tensor.shape)
@@ -233,7 +234,9 @@ class TrainingStep:
         self.loss_scale = torch.tensor(LOSS_SCALE, device=self.device) if amp == 'fp16' else None
         self.good_steps = torch.zeros((), device=self.device)  # since the loss scale changed
         self.at_fault = torch.zeros((), dtype=torch.bool, device=self.device)  # once set, all later steps are skipped
-        self.learning: Any = None  # names of the parameters that the loss reaches, known after the first step
+        self.learning: list[str] | None = (
+            None  # names of the parameters that the loss reaches, known after the first step
+        )
         # Loss, terms of the layers, norms of the gradients: from the last step, or from the first step at fault
         self.noted: Any = None
 
@@ -305,8 +308,10 @@ class TrainingStep:
 
     def compare(self, images: torch.Tensor) -> tuple[Any, dict[int | str, torch.Tensor]]:
         """Run both models on `images`: the student's raw output, and layer → its term of the loss, the boxes at the end."""
-        targets: dict[int, Any] = {}  # layer → the teacher's outputs, until they are compared
-        pairs: dict[int, Any] = {}  # layer → the student's outputs and the teacher's
+        targets: dict[int, list[list[torch.Tensor]]] = {}  # layer → the teacher's outputs, until they are compared
+        pairs: dict[
+            int, tuple[list[list[torch.Tensor]], list[list[torch.Tensor]]]
+        ] = {}  # layer → the student's outputs and the teacher's
         terms: dict[int | str, torch.Tensor] = {}
         images = images.contiguous(memory_format=self.format)
         with torch.inference_mode(), _watched(self.teacher, self.layers, targets.__setitem__):
@@ -360,7 +365,7 @@ class TrainingStep:
         self.optimizer.step()
         return loss
 
-    def __call__(self, images: torch.Tensor, *labels: Any) -> torch.Tensor:
+    def __call__(self, images: torch.Tensor, *labels: torch.Tensor) -> torch.Tensor:
         """Take one step on images, FP32 [B, 3, H, W] in 0..1; `labels` are further arguments of `label_loss`.
 
         Returns the loss, FP32 [] on the device, without gradient. Raises NotFinite on a CPU only, see `check`.
@@ -423,7 +428,7 @@ class TrainingStep:
         if not all(finite[:n]):
             at = next((term for term, good in zip(terms, finite[1:n]) if not good), terms[-1])
             raise NotFinite(f'the loss is not finite {at}')
-        at = next((name for name, good in zip(self.learning, finite[n:]) if not good), 'all parameters together')
+        at = next((name for name, good in zip(self.learning or (), finite[n:]) if not good), 'all parameters together')
         raise NotFinite(f'the gradient of {at} is not finite')
 
 
@@ -436,8 +441,8 @@ class GraphedStep:
 
     def __init__(self, step: TrainingStep) -> None:
         self.step, self.warm = step, 0
-        self.images: Any = None  # where the graphs read their batch
-        self.graphs: Any = None  # of compare and of update
+        self.images: torch.Tensor | None = None  # where the graphs read their batch
+        self.graphs: tuple[torch.cuda.CUDAGraph, torch.cuda.CUDAGraph] | None = None  # of compare and of update
         self.stream = torch.cuda.Stream(step.device)
         self.check, self.set_rate, self.state_dict = step.check, step.set_rate, step.state_dict
 
@@ -456,7 +461,7 @@ class GraphedStep:
             return loss
         self.images.copy_(images)
         if self.graphs is None:
-            self._record(*labels)
+            self.graphs = self._record(self.images, *labels)
         compare, update = self.graphs
         compare.replay()
         for mine, new in zip(self.on_labels, self.step.label_gradients(self.outputs, *labels)):
@@ -469,15 +474,15 @@ class GraphedStep:
         self.step.load_state_dict(state)
         self.warm, self.graphs = 0, None
 
-    def _record(self, *labels: torch.Tensor) -> None:
+    def _record(self, images: torch.Tensor, *labels: torch.Tensor) -> tuple[torch.cuda.CUDAGraph, torch.cuda.CUDAGraph]:
         self.step.optimizer.zero_grad(set_to_none=True)  # the graphs have their own gradients
         compare, update = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()
         # thread_local: meanwhile the loader's thread pins memory
         record = partial(torch.cuda.graph, stream=self.stream, capture_error_mode='thread_local')
         with record(compare):
-            self.outputs, terms = self.step.compare(self.images)
+            self.outputs, terms = self.step.compare(images)
         compare.replay()  # recording computes nothing, and a loss on the labels needs values
         self.on_labels = self.step.label_gradients(self.outputs, *labels)
         with record(update, pool=compare.pool()):
             self.loss = self.step.update(self.outputs, terms, self.on_labels)
-        self.graphs = compare, update
+        return compare, update

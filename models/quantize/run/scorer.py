@@ -1,7 +1,6 @@
 """Scores of the models of a `quantize` run, each compared with the float model, on the same images."""
 
 import time
-from dataclasses import replace
 
 import torch
 
@@ -76,7 +75,7 @@ def score(run: Run, model: Network, name: str, split: str) -> Stage:
     stage = _scored(run, compared, name, split)
     stage.sqnr = {part: round(value, 3) for part, value in compared.sqnr().items()}
     if distance := compared.distance():
-        stage.metrics = replace(stage.metrics, **distance)
+        vars(stage.metrics).update(distance)
         LOGGER.info(
             f'{"":<14} the same class as float for {distance["agreement"]:.2%} of the images, '
             f'divergence of the scores {distance["divergence"]:.5f}'
@@ -124,6 +123,7 @@ def _scored(run: Run, predict: TorchModel, name: str, split: str) -> Stage:
     state.times[f'evaluate {text}'] = seconds = round(time.perf_counter() - start, 2)
     LOGGER.info(f'{text:<14} {"  ".join(cells[: len(columns.names)])}{masks}  ({seconds:.1f} s)')
     resampled = state.resampled[split]
+    assert metrics.resampled is not None  # as asked for
     resampled[name] = metrics.resampled
     if name == FLOAT or FLOAT not in resampled:
         return Stage(metrics)

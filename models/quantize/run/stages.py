@@ -112,6 +112,7 @@ def calibrate(run: Run, reference: Network, images: Images) -> None:
 def fine_tune(run: Run, images: TrainingImages) -> None:
     """Run QAT: fine-tune the calibrated model, and save, score and report it after each epoch."""
     state = run.state
+    assert state.ptq  # the calibrated model
     student = run.load(state.ptq.file)
     learn = partial(finetune, student, deepcopy(run.model), images, fine_tuning(run.config))
     for epoch in kept_epochs(learn, images, run, 'epoch', run.config.epochs):

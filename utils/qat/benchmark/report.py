@@ -14,7 +14,7 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
 from utils.qat.benchmark.baseline import speed_conclusions, with_changes
-from utils.qat.benchmark.rows import Row
+from utils.qat.benchmark.rows import Report, Row
 from utils.qat.benchmark.tables import csv_text, markdown_tables, precision_table, series, short_table, with_short_names
 from utils.qat.core.files import write_json, write_picture, write_text
 from utils.qat.core.machine import machine_table
@@ -108,7 +108,7 @@ def plot_throughput(path: Path, results: Sequence[Row]) -> None:
     write_picture(figure, path)
 
 
-def plot_usage(path: Path, report: dict[str, Any]) -> None:
+def plot_usage(path: Path, report: Report) -> None:
     """Draw the samples of benchmark.json, memory and utilisation over time.
 
     The background colour shows the measured series, the number above it the batch.
@@ -159,16 +159,16 @@ def disturbance(results: Sequence[Row]) -> str:
     )
 
 
-def with_clock(report: dict[str, Any]) -> dict[str, Any]:
+def with_clock(report: Report) -> dict[str, Any]:
     """Return the machine of a report, with the sampled clock during the measurements, if any: 'least to highest mean'."""
-    clocks = [r['usage']['clock_mhz'] for r in report['results'] if 'clock_mhz' in (r['usage'] or {})]
+    clocks = [load['clock_mhz'] for r in report['results'] if (load := r['usage']) and 'clock_mhz' in load]
     return {
         **report['machine'],
         **({'clock_mhz': f'{min(clocks):.0f} to {max(clocks):.0f}, means of the measurements'} if clocks else {}),
     }
 
 
-def markdown(report: dict[str, Any]) -> str:
+def markdown(report: Report) -> str:
     """Make benchmark.md from the content of benchmark.json, with short names."""
     settings = report['settings']
     left_out = [f'- {escaped(line)}' for line in report['left_out']]
@@ -200,16 +200,14 @@ def markdown(report: dict[str, Any]) -> str:
     return '\n\n'.join(parts) + '\n'
 
 
-def write_benchmark(folder: Path, report: dict[str, Any]) -> list[str]:
+def write_benchmark(folder: Path, report: Report) -> list[str]:
     """Write benchmark.json, benchmark.md, benchmark.csv and the pictures; usage.png only if usage was sampled.
-
-    report: 'settings', 'machine', 'left_out' (lines), 'results' (rows) and 'usage' (samples of a Usage).
 
     Returns:
         What a terminal shows: a table, notes, and the conclusions.
     """
     report = {**report, 'results': with_changes(report['results'], report['settings']['baseline'])}
-    short = {**report, 'results': with_short_names(report['results'])}
+    short: Report = {**report, 'results': with_short_names(report['results'])}
     write_json(folder / 'benchmark.json', {**report, 'machine': with_clock(report)})
     write_text(folder / 'benchmark.csv', csv_text(short['results']))
     plot_latency(folder / 'latency.png', short['results'])

@@ -74,6 +74,16 @@ class Row(Facts, Figures):
     against: NotRequired[Against | None]
 
 
+class Report(TypedDict):
+    """The content of benchmark.json."""
+
+    settings: dict[str, Any]  # see BenchmarkConfig.plain
+    machine: dict[str, Any]
+    left_out: list[str]  # lines
+    results: Sequence[Row]
+    usage: Sequence[tuple]  # samples of a Usage
+
+
 class Shown(Row, total=False):
     """A row with the figures that tables derive from it."""
 

@@ -160,7 +160,7 @@ class Settings:
         return {f.name: plain(getattr(self, f.name)) for f in fields(self)}
 
 
-def _not_allowed(settings: Settings, field: Field[object]) -> Iterator[tuple[Any, str]]:
+def _not_allowed(settings: Settings, field: Field[object]) -> Iterator[tuple[object, str]]:
     """Yield (whether it is wrong, message) for a single setting."""
     option, value, flag = option_of(type(settings), field.name), getattr(settings, field.name), flag_of(field.name)
     if option is None or value is None:

@@ -1,6 +1,7 @@
 """A JSON file in COCO's format: images, objects and categories."""
 
 import re
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -34,9 +35,9 @@ MASK = {'segmentation': (items(_is_polygon, 1), RUNS)}  # of an object, for mask
 def read_coco(
     file: Path,
     who: str,
-    image: dict[str, Any] | None = None,
-    thing: dict[str, Any] | None = None,
-    category: dict[str, Any] | None = None,
+    image: Mapping[str, object] | None = None,
+    thing: Mapping[str, object] | None = None,
+    category: Mapping[str, object] | None = None,
 ) -> dict[str, Any]:
     """Read a COCO file, and check that the image and the category of each object exist.
 

@@ -90,8 +90,8 @@ def load_data(
     nc: int | None = None,
     flag: str = '--data',
     masks: bool = False,
-    own: Any = None,
-    names_from: Any = None,
+    own: Mapping[int, str] | None = None,
+    names_from: str | None = None,
 ) -> Data:
     """Read and check a data YAML, for a model of `nc` classes called `own` or, with None, of any number and any names.
 
@@ -205,7 +205,7 @@ class Readable:
     img_size: object
     sides: Sides | None = None  # of the letterboxed images, if height and width differ
 
-    def __init__(self, *args: Any, augment: bool = False, **options: Any) -> None:
+    def __init__(self, *args: object, augment: bool = False, **options: object) -> None:
         super().__init__(*args, **options)
         if augment:  # afterwards, because upstream refuses to augment images without labels
             self.augment, self.mosaic = True, not self.rect
@@ -244,7 +244,7 @@ def open_dataset(
     split: str,
     config: LoaderConfig,
     stride: int,
-    masks: dict[str, Any] | None = None,
+    masks: Mapping[str, Any] | None = None,
     labels: bool = True,
     **options: Any,
 ) -> object:
@@ -358,7 +358,7 @@ def require_integers(file: str) -> None:
                 raise unreadable(file, '32 bits per value; save it with 8 or 16')
 
 
-def warn_of_flat(images: Iterable[np.ndarray], data: Any) -> None:
+def warn_of_flat(images: Iterable[np.ndarray], data: Data) -> None:
     """Warn if none of some images has structure: a calibration on them says nothing of the ranges."""
     if all(np.ptp(image) < FLAT for image in images):
         LOGGER.warning(f'{data.flag} {data.file}: the images for the calibration have no structure; look at them')
@@ -420,7 +420,7 @@ VARIED = {
 MILD = {**VARIED, 'scale': 0.1, 'fliplr': 0.0, 'mosaic': 0.0}
 
 
-def load_hyp(file: Path) -> dict[str, Any]:
+def load_hyp(file: Path) -> dict[str, float]:
     """Read augmentation settings in upstream's format."""
     hyp = read_yaml(file, '--hyp')
     missing = [k for k in AUGMENTATION if not isinstance(hyp, dict) or k not in hyp]
@@ -477,7 +477,7 @@ def _require_labels(content: bytes) -> None:
     values.value(mapping)
 
 
-def require_readable(files: Sequence[str], data: Any) -> None:
+def require_readable(files: Sequence[str], data: Data) -> None:
     """Raise QatError if upstream skips an image; name the label at fault, or else the image."""
     for label in map(Path, img2label_paths(files)):
         for number, line in enumerate(label.read_text(errors='replace').splitlines() if label.is_file() else (), 1):
@@ -496,7 +496,7 @@ def require_readable(files: Sequence[str], data: Any) -> None:
                 _require_class(c, f'{label}:{number}', data)
 
 
-def require_labels(dataset: LoadImagesAndLabels, key: str, data: Any, use: str) -> None:
+def require_labels(dataset: LoadImagesAndLabels, key: str, data: Data, use: str) -> None:
     """Raise QatError if no image of a set has a label. `key` is the set in the data YAML; `use`: what labels are for, as a participle."""
     if any(map(len, dataset.labels)):
         return
@@ -514,7 +514,7 @@ def require_labels(dataset: LoadImagesAndLabels, key: str, data: Any, use: str) 
     )
 
 
-def require_valid_labels(dataset: LoadImagesAndLabels, data: Any, masks: bool) -> None:
+def require_valid_labels(dataset: LoadImagesAndLabels, data: Data, masks: bool) -> None:
     """Raise QatError for a label that upstream accepts although its class or its outline is wrong.
 
     Boxes with keypoints, and rotated ones, have the form of outlines, and are refused by name. For masks each object needs an outline: without, upstream would assign its image the masks of another, or none.
@@ -554,6 +554,6 @@ def _of_another_task(segments: Iterable[Sequence[np.ndarray]]) -> str:
     return 'of OBB, rotated boxes' if parallel.mean() > 0.9 and (side > EXACT).any() else ''
 
 
-def _require_class(c: float, where: str | Path, data: Any) -> None:
+def _require_class(c: float, where: str | Path, data: Data) -> None:
     if not (math.isfinite(c) and c == int(c) and 0 <= c < data.nc):
         raise QatError(f'label {where}: class {c:g}, but {data.file} has classes 0..{data.nc - 1}')

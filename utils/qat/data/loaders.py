@@ -9,7 +9,7 @@ import os
 import random
 import signal
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -54,7 +54,7 @@ class Loader(DataLoader):
 
     dataset: Any  # upstream's, which has no types, or a Subset of it
 
-    def __init__(self, dataset: Any, config: LoaderConfig, batches: Any, world: int = 1) -> None:
+    def __init__(self, dataset: Any, config: LoaderConfig, batches: Iterable[list], world: int = 1) -> None:
         """Load `batches` of indices, in one of `world` processes that load at once."""
         workers = min(config.workers, max(1, (os.cpu_count() or 1) // world), config.batch_size)
         super().__init__(
@@ -242,7 +242,7 @@ class Loaders:
             warn_of_flat((dataset.dataset.load_image(i)[0] for i in dataset.indices[:FEW]), self.data)
         return Images(unshuffled(dataset, self.config, self.shard), self.device)
 
-    def training(self, hyp: dict[str, Any] | None = None, labels: bool = False) -> TrainingImages:
+    def training(self, hyp: dict[str, float] | None = None, labels: bool = False) -> TrainingImages:
         """Make the batches of a fine-tuning: training images in random order, with `labels` for a loss on them.
 
         The images of an epoch depend only on config.seed and its number, not on the number of
@@ -255,7 +255,7 @@ class Loaders:
         loader = Loader(Seeded(dataset), self.config, batches, self.shard[1])
         return TrainingImages(loader, batches, self.device, labels)
 
-    def _open(self, split: str, masks: dict[str, Any] | None = None, labels: bool = True, **options: Any) -> Any:
+    def _open(self, split: str, masks: Mapping[str, Any] | None = None, labels: bool = True, **options: Any) -> Any:
         """Open the dataset of a split, see dataset.open_dataset; `masks` are settings of masks, if the data has any."""
         if isinstance(self.data, ImageFolders):
             return open_images(self.data, split, self.config)

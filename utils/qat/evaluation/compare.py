@@ -12,6 +12,7 @@ import torch
 from utils.qat.backends.detections import prepared
 from utils.qat.config.tasks import Task, load_task
 from utils.qat.core.text import markdown_table, number
+from utils.qat.evaluation.metrics import Metrics
 
 Comparison = dict[str, Any]  # of two models, as plain values; see the comparison() of Differences
 NUMPY_TOLERANCE = '(within: |difference| <= atol + rtol |value|, as in numpy.isclose, whose defaults are rtol 1e-05 and atol 1e-08; here 0.001)'
@@ -105,5 +106,5 @@ def compare_models(
             for image, path, *of_image in zip(images, truth.paths, *results):
                 look(image.cpu(), path, [getattr(one, 'rows', one).cpu() for one in of_image])
         count += len(images)
-    metrics = [scorer.metrics(resample=True) for scorer in scorers] or [None] * (1 + len(others))
+    metrics: list[Metrics | None] = [scorer.metrics(resample=True) for scorer in scorers] or [None] * (1 + len(others))
     return [difference.comparison(count, metrics[0], other) for difference, other in zip(differences, metrics[1:])]

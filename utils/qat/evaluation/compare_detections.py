@@ -55,7 +55,10 @@ def beyond_limits(comparison: Comparison, limits: Limits) -> list[str]:
     return beyond
 
 
-def _finite(value: Any) -> Any:
+Outputs = torch.Tensor | Sequence  # of a model: a tensor, two, or detections of each image
+
+
+def _finite(value: object) -> Any:
     """Replace the numbers in plain values that are not finite by None."""
     return json.loads(json.dumps(value), parse_constant=lambda _: None)
 
@@ -147,7 +150,7 @@ class Ranking:
         }
 
 
-def _ratio(total: object, count: Any) -> float:
+def _ratio(total: torch.Tensor | float, count: torch.Tensor | float) -> float:
     """Divide; NaN if there is nothing to divide by."""
     return float(total / count) if count else math.nan
 
@@ -161,7 +164,11 @@ class Differences:
         self.ranking = Ranking(top)
 
     def update(
-        self, reference: Any, other: Any, detections: Sequence[Detections], other_detections: Sequence[Detections]
+        self,
+        reference: Outputs,
+        other: Outputs,
+        detections: Sequence[Detections],
+        other_detections: Sequence[Detections],
     ) -> None:
         """Add a batch: the outputs of both models, and the detections of both."""
         if not isinstance(reference, list) and not isinstance(other, list):  # else NMS is inside a model

@@ -50,6 +50,11 @@ def result_rows(native: torch.Tensor, path: str | Path, categories: Sequence[int
     ]
 
 
+Matches = tuple[
+    str, tuple[np.ndarray, ...]
+]  # of an image: its path; correct, score and class of each detection, and the true classes
+
+
 def add_masks(rows: list[dict[str, object]], masks: Masks, shape: Sequence[Any]) -> None:
     """Add the mask to each row of an image, in place, as run lengths at the size of the original image.
 
@@ -120,12 +125,12 @@ class Scorer:
     def __init__(self, names: Mapping[int, str], categories: Sequence[int] | None = None) -> None:
         self.names, self.categories = names, categories
         # (path and matches of each image, rows) of each batch, in order
-        self.batches: list[tuple[list[Any], list[dict[str, object]]]] = []
+        self.batches: list[tuple[list[Matches], list[dict[str, object]]]] = []
 
     def update(self, detections: Sequence[Detections], truth: Truth) -> None:
         """Add a batch: the detections of each image, see detections.detect, and the labels."""
-        stats: list[object] = []
-        rows: list[dict[str, Any]] = []
+        stats: list[Matches] = []
+        rows: list[dict[str, object]] = []
         for i, result in enumerate(detections):
             labels = truth.labels(i)
             boxes, true = (
@@ -145,7 +150,7 @@ class Scorer:
         self.batches.append((stats, rows))
 
     @property
-    def rows(self) -> list[dict[str, Any]]:
+    def rows(self) -> list[dict[str, object]]:
         """Return the detections in COCO's result format."""
         return [row for _, rows in self.batches for row in rows]
 

@@ -2,7 +2,7 @@
 
 import json
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -16,6 +16,7 @@ from utils.qat.core.distributed import from_first, is_first, merged
 from utils.qat.core.files import write_text
 from utils.qat.data.loaders import Loader
 from utils.qat.evaluation.detection_scores import coco_figures
+from utils.qat.evaluation.metrics import Metrics
 
 
 @contextmanager
@@ -32,7 +33,7 @@ def timed(seconds: dict[str, float], step: str, device: torch.device) -> Iterato
 @torch.inference_mode()
 def evaluate(
     predict: Callable[[torch.Tensor], object],
-    loader: Loader | Sequence[tuple],
+    loader: Loader | Iterable[tuple],
     names: Mapping[int, str],
     device: torch.device,
     conf_thres: float = 0.001,
@@ -42,8 +43,8 @@ def evaluate(
     annotations: Path | None = None,
     predictions_file: Path | None = None,
     resample: bool = False,
-) -> Any:
-    """Score a model on the images of `loader`; return Metrics, or ClassMetrics for a classifier.
+) -> Metrics:
+    """Score a model on the images of `loader`; return its metrics, ClassMetrics for a classifier.
 
     Under torchrun every process calls this with its shard of the images, and all get the same metrics.
 
@@ -72,12 +73,13 @@ def evaluate(
     if is_first():
         metrics = scorer.metrics(resample)
         metrics.ms_per_image = {k: round(sum(s[k] for s in of_all) / metrics.images * 1e3, 2) for k in task.steps}
-        if predictions_file and scorer.rows is not None:
-            write_text(predictions_file, json.dumps(scorer.rows))
-        if annotations:
+        rows = scorer.rows
+        if predictions_file and rows is not None:
+            write_text(predictions_file, json.dumps(rows))
+        if annotations and rows is not None:
             assert isinstance(loader, Loader)  # which knows the files of its images
             files = loader.dataset.im_files
-            metrics.coco = coco_figures(annotations, scorer.rows, files)
+            metrics.coco = coco_figures(annotations, rows, files)
             if metrics.mask:
-                metrics.mask['coco'] = coco_figures(annotations, scorer.rows, files, 'segm')
+                metrics.mask['coco'] = coco_figures(annotations, rows, files, 'segm')
     return from_first(metrics)

@@ -27,7 +27,7 @@ class Metrics:
 
     columns: ClassVar[dict[str, str]]  # field of a score → its title. The first one chooses models
     counted: ClassVar[str]  # the number of a class that tables show
-    kinds: ClassVar[dict[str, Any]]  # of `to_json`, see json_schema
+    kinds: ClassVar[Mapping[str, object]]  # of `to_json`, see json_schema
 
     images: int
     per_class: list[dict[str, Any]] = field(default_factory=list)  # class, name, number and scores of each class
@@ -71,7 +71,7 @@ class DetectionMetrics(Metrics):
     figures: ClassVar[dict[str, object]] = dict.fromkeys(columns, SHARE)
     of_class: ClassVar[dict[str, object]] = {**figures, 'chance?': SHARE}  # half the width of the interval of its AP
     of_coco: ClassVar[dict[str, object]] = dict.fromkeys(('ap', 'ap50', 'ap75'), NUMBER)
-    kinds: ClassVar[dict[str, object]] = {
+    kinds: ClassVar[Mapping[str, object]] = {
         **figures,
         'images': COUNT,
         'instances': COUNT,
@@ -98,7 +98,7 @@ class ClassMetrics(Metrics):
         'agreement': 'agreement',
     }
     counted = 'images'
-    kinds: ClassVar[dict[str, Any]] = {
+    kinds: ClassVar[Mapping[str, object]] = {
         **dict.fromkeys(('top1', 'top5', 'mean_class'), SHARE),
         'images': COUNT,
         'agreement?': SHARE,

@@ -172,7 +172,7 @@ def _at_one_size(configs: Sequence[EvalConfig], load_model: Load) -> Sequence[Ev
     """Without --imgsz, let all files have the size for which some were exported or quantized: another one changes AP more than INT8 does."""
     if configs[0].imgsz:
         return configs
-    made_for: dict[Any, Path] = {}
+    made_for: dict[object, Path] = {}
     for config in configs:
         with suppress(QatError):  # raised when it is its turn
             model = load_model(config.weights, select_device(config.device), config.backend)

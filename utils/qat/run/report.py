@@ -42,7 +42,7 @@ def plot_ap(path: Path, state: State) -> None:
     figure = Figure(figsize=(8, 4.5), layout='constrained')
     axes = figure.subplots()
     scored, best = state.scored(), state.best
-    (merit, title), masks = state.epochs[0].metrics.choosing(), state.epochs[0].metrics.mask
+    (merit, title), masks = state.epochs[0].scores.choosing(), state.epochs[0].scores.mask
 
     def value(metrics: Metrics | None, part: str) -> float:  # NaN, which is not drawn, for a model without a score
         if not metrics or (part and not metrics.mask):
@@ -221,7 +221,7 @@ def conclusions(state: State) -> list[str]:
     return [*said, f'({EXPLAINED}.)'] if against or gain else said
 
 
-def export_of_run(folder: Path, settings: dict[str, Any]) -> str:
+def export_of_run(folder: Path, settings: Mapping[str, Any]) -> str:
     """Make the command that exports the checkpoint of a finished run with these settings to the file of its target."""
     return export_command(folder / DELIVERED, settings['imgsz'], TARGETS[settings['target']].include)
 
@@ -244,12 +244,12 @@ def _pictures(folder: Path, state: State) -> list[str]:
     """Draw the pictures for which there is data, and return the Markdown that shows them."""
     shown, scored, best = [], state.scored(), state.best
     if state.epochs:
-        name, title = state.epochs[0].metrics.choosing()
+        name, title = state.epochs[0].scores.choosing()
         plot_ap(folder / f'{name}.png', state)  # ap.png or top1.png
         shown.append(image(f'{title} of every epoch', f'{name}.png'))
     stages = {name: scored[name] for name in (FLOAT, PTQ) if name in scored}
     if best and best.epoch:  # else it is PTQ
-        stages[BEST] = best.metrics
+        stages[BEST] = best.scores
     models = {name: metrics for name, metrics in stages.items() if metrics.per_class}
     if models:
         plot_classes(folder / 'classes.png', models)

@@ -23,10 +23,10 @@ from utils.qat.untrusted.plain_values import read_values
 FREE = ('device', 'workers')  # options that change no result
 
 
-def json_kinds(kind: type[Settings]) -> dict[str, Any]:
+def json_kinds(kind: type[Settings]) -> dict[str, object]:
     """Return the kind of each setting in JSON, see json_schema.misfit. The settings themselves check ranges."""
     one = {Path: str, float: between(-1e9, 1e9), int: between(-(2**32), 2**32, (int,))}
-    kinds = {}
+    kinds: dict[str, object] = {}
     for f in fields(kind):
         element, several = kind_of(f.type)
         kind_in_json = one.get(element, element)
@@ -122,7 +122,7 @@ def _unlike_resamples(state: State) -> str | None:
     return None
 
 
-def _config(folder: Path, settings: dict[str, Any]) -> QuantizeConfig:
+def _config(folder: Path, settings: Mapping[str, Any]) -> QuantizeConfig:
     """Make the QuantizeConfig of a state, with the same checks as for typed options."""
     paths = {f.name for f in fields(QuantizeConfig) if kind_of(f.type)[0] is Path}
     values: dict[str, Any] = {k: Path(v) if v is not None and k in paths else v for k, v in settings.items()}

@@ -5,7 +5,7 @@ epoch 0, the calibrated model. They are compared by their AP on the same resampl
 """
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypedDict
@@ -37,12 +37,18 @@ class Calibration(TypedDict):
 class Stage:
     """A model of a run, and what was measured of it."""
 
-    metrics: Any = None  # Metrics; None if it is not scored
+    metrics: Metrics | None = None  # None if it is not scored
     file: str = ''  # in the folder; '' of the float model
     epoch: int | None = None  # of the fine-tuning, from 1; of the best model 0 = calibrated
     loss: float | None = None  # of the last epoch that it learnt
     against_float: Change | None = None
     sqnr: dict[str, float] | None = None  # of each part of the head's outputs, in dB
+
+    @property
+    def scores(self) -> Metrics:
+        """The metrics of a model that is scored."""
+        assert self.metrics is not None
+        return self.metrics
 
     def to_json(self) -> dict[str, object]:
         """Return plain values, the metrics among them."""
@@ -50,7 +56,7 @@ class Stage:
         return {**(self.metrics.to_json() if self.metrics else {}), **own}
 
     @classmethod
-    def of(cls, values: dict[str, Any] | None) -> 'Stage | None':
+    def of(cls, values: Mapping[str, Any] | None) -> 'Stage | None':
         """Read what `to_json` returned."""
         own = {name: value for name, value in (values or {}).items() if name in OWN}
         return None if values is None else cls(from_json(values), **own)
@@ -59,7 +65,7 @@ class Stage:
 OWN = 'file', 'epoch', 'loss', 'against_float', 'sqnr'
 
 
-def kept(kind: Any, **default: Any) -> Any:
+def kept(kind: object, **default: Any) -> Any:
     """Make a field of State; `kind` says what its plain values are in the file, which is untrusted, see json_schema."""
     return field(metadata={'kind': kind}, **default)
 
@@ -69,13 +75,15 @@ def _file(value: object) -> bool:
     return type(value) is str and NAMED.fullmatch(value) is not None and not value.startswith('weights/.')
 
 
-def _shares(value: Any) -> bool:
+def _shares(value: object) -> bool:
     """Tell whether a value is a interval.resampled_ap."""
-    known = type(value) is np.ndarray and value.dtype == np.float64 and value.ndim == 2
-    return known and bool(((value >= 0) & (value <= 1)).all())
+    if not (isinstance(value, np.ndarray) and value.dtype == np.float64 and value.ndim == 2):
+        return False
+    return bool(((value >= 0) & (value <= 1)).all())
 
 
 SCORES = tuple(kind.kinds for kind in METRICS)
+UNSCORED: dict[str, object] = {'file': _file}
 SCORED = tuple({**scores, 'sqnr': SQNR, 'against_float?': AGAINST, 'file': _file} for scores in SCORES)
 LOSS = NONE, POSITIVE  # of an adaptation; None if nothing was learnt
 EPOCH_KIND = {'number': COUNT, 'loss': POSITIVE, 'steps': COUNT, 'seconds': SECONDS}
@@ -94,13 +102,13 @@ class State:
     images: dict[str, int] = kept({'val': COUNT, 'held out?': COUNT, 'train?': COUNT})  # their number
     origin: Stage | None = kept((NONE, *SCORES), default=None)  # the float model
     # The float model with other activation functions; None without --activation
-    adapted: Stage | None = kept((NONE, *({'loss': LOSS, **kind} for kind in ({'file': _file}, *SCORED))), default=None)
+    adapted: Stage | None = kept((NONE, *({**kind, 'loss': LOSS} for kind in (UNSCORED, *SCORED))), default=None)
     kept_activations: list[str] = kept(
         [str], default_factory=list
     )  # paths of functions that a summary left as they were
     calibration: Calibration | None = kept((NONE, CALIBRATION), default=None)
     kept_float: list[str] = kept([str], default_factory=list)  # paths of blocks
-    ptq: Any = kept((NONE, {'file': _file}, *SCORED), default=None)  # Stage: the calibrated model; None before
+    ptq: Stage | None = kept((NONE, UNSCORED, *SCORED), default=None)  # the calibrated model; None before
     epochs: list[Stage] = kept(
         [tuple({'epoch': COUNT, 'loss': POSITIVE, **kind} for kind in SCORED)], default_factory=list
     )
@@ -139,7 +147,7 @@ class State:
         if not self.epochs:
             return None
         ptq = [replace(self.ptq, epoch=0)] if self.ptq and self.ptq.metrics else []  # fine-tuning may gain nothing
-        return max([*ptq, *self.epochs], key=lambda stage: stage.metrics.merit)
+        return max([*ptq, *self.epochs], key=lambda stage: stage.scores.merit)
 
     @property
     def best_file(self) -> str:
@@ -176,11 +184,11 @@ class State:
         last = [of[EPOCH.format(n)] for n in range(number - LAST + 1, number + 1)]
         return difference(of[FLOAT], np.mean(last, 0))
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> dict[str, object]:
         """Return the fields as plain values, but for the arrays and tensors of `resampled` and `training`."""
         content = {name: _plain(value) for name, value in vars(self).items()}
         if self.adapted:
-            content['adapted'].setdefault('loss', None)  # of functions that need no learning
+            content['adapted'] = {**self.adapted.to_json(), 'loss': self.adapted.loss}  # None if it needs no learning
         return content
 
     @classmethod
@@ -189,7 +197,7 @@ class State:
         stages: dict[str, object] = {name: Stage.of(values[name]) for name in ('origin', 'adapted', 'ptq')}
         return cls(**{**values, **stages, 'epochs': [Stage.of(values) for values in values['epochs']]})
 
-    def report(self) -> dict[str, Any]:
+    def report(self) -> dict[str, object]:
         """Return the content of report.json."""
         beside = {'resampled', 'training', *(() if self.changed else ('changed',))}
         return {
@@ -202,7 +210,7 @@ class State:
         }
 
 
-def _plain(value: object) -> Any:
+def _plain(value: object) -> object:
     """Make plain values of a stage, of stages in a list and of stages in a dict."""
     if isinstance(value, dict):
         return {key: _plain(part) for key, part in value.items()}

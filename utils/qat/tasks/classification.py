@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from utils.qat.config.common import LabelledConfig
@@ -17,6 +18,9 @@ if TYPE_CHECKING:
     import torch
 
     from utils.qat.core.upstream import Network
+    from utils.qat.data.image_folders import ImageFolders
+    from utils.qat.evaluation.classes import ClassScorer
+    from utils.qat.evaluation.side_by_side import Line
 
 STRIDE = 32  # pixels, of a network of torchvision; upstream takes the same
 
@@ -40,14 +44,14 @@ class Classification(Task):
         """Tell whether `path` is a folder; Path.is_dir raises an error for a name that is too long."""
         return os.path.isdir(path)
 
-    def load_data(self, file: Path, model: Any, flag: str = '--data', names_from: str | None = None) -> Any:
+    def load_data(self, file: Path, model: Any, flag: str = '--data', names_from: str | None = None) -> ImageFolders:
         from utils.qat.data.image_folders import load_image_folders
 
         if not file.is_dir():
             raise QatError(
                 f'{flag} {file}: the model is a classifier ({model.kind}), which takes {self.takes}; labels of boxes are for detectors'
             )
-        return load_image_folders(file, model.names, flag)
+        return load_image_folders(file, model.names or {}, flag)
 
     def require_labels(self, file: Path) -> None:
         from utils.qat.data.image_folders import split_folders
@@ -61,9 +65,9 @@ class Classification(Task):
         from utils.qat.data.other_classifiers import class_images
 
         if not model.by_toolkit:
-            return Labelled(class_images(config, imgsz, model), model.names, config.mean, config.std)
+            return Labelled(class_images(config, imgsz, model), model.names or {}, config.mean, config.std)
         data = self.load_data(Path(config.data or ''), model)
-        return Labelled(labelled_images(data, config, model, imgsz), model.names, MEAN, STD)
+        return Labelled(labelled_images(data, config, model, imgsz), model.names or data.names, MEAN, STD)
 
     def seen_as(self, imgsz: Sequence[int], square: bool) -> str:
         return f'as their middle in {imgsz[0]} x {imgsz[1]}'
@@ -113,7 +117,7 @@ class Classification(Task):
 
         return lambda scores, labels: weight * cross_entropy(scores.float(), labels)
 
-    def scorer(self, names: Mapping[int, str], categories: Sequence[int] | None = None) -> Any:
+    def scorer(self, names: Mapping[int, str], categories: Sequence[int] | None = None) -> ClassScorer:
         """Make a ClassScorer; a classifier has no rows in COCO's format."""
         from utils.qat.evaluation.classes import ClassScorer
 
@@ -122,12 +126,12 @@ class Classification(Task):
     def postprocess(self, outputs: Any, shape: tuple[int, ...], *settings: Any) -> Any:
         return outputs
 
-    def comparing(self) -> Any:
+    def comparing(self) -> ModuleType:
         from utils.qat.evaluation import compare_classes
 
         return compare_classes
 
-    def lines(self, results: Sequence[torch.Tensor], names: Mapping[int, str], top: int) -> list[Any]:
+    def lines(self, results: Sequence[torch.Tensor], names: Mapping[int, str], top: int) -> list[Line]:
         from utils.qat.evaluation.side_by_side import class_lines
 
         return class_lines(results, names, top)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 from utils.qat.config.common import LabelledConfig, LoaderConfig
@@ -18,6 +18,9 @@ if TYPE_CHECKING:
     import torch
 
     from utils.qat.core.upstream import Network
+    from utils.qat.data.dataset import Data
+    from utils.qat.evaluation.detection_scores import Scorer
+    from utils.qat.evaluation.side_by_side import Line
 
 
 def read_by_losses(model: Network) -> SimpleNamespace:
@@ -40,7 +43,7 @@ class Detection(Task):
         """Tell whether `path` is a file; Path.is_file raises an error for a name that is too long."""
         return os.path.isfile(path)
 
-    def load_data(self, file: Path, model: Any, flag: str = '--data', names_from: str | None = None) -> Any:
+    def load_data(self, file: Path, model: Any, flag: str = '--data', names_from: str | None = None) -> Data:
         from utils.qat.data.dataset import images_alone, load_data
 
         if any(child.is_dir() for child in file.glob('train/*')):  # a folder for each class
@@ -96,7 +99,7 @@ class Detection(Task):
 
         return loss
 
-    def scorer(self, names: Mapping[int, str], categories: Sequence[int] | None = None) -> Any:
+    def scorer(self, names: Mapping[int, str], categories: Sequence[int] | None = None) -> Scorer:
         from utils.qat.evaluation.detection_scores import Scorer
 
         return Scorer(names, categories)
@@ -106,12 +109,12 @@ class Detection(Task):
 
         return detect(outputs, shape, *settings)
 
-    def comparing(self) -> Any:
+    def comparing(self) -> ModuleType:
         from utils.qat.evaluation import compare_detections
 
         return compare_detections
 
-    def lines(self, results: Sequence[torch.Tensor], names: Mapping[int, str], top: int) -> list[Any]:
+    def lines(self, results: Sequence[torch.Tensor], names: Mapping[int, str], top: int) -> list[Line]:
         from utils.qat.evaluation.side_by_side import detection_lines
 
         return detection_lines(results, names, top)

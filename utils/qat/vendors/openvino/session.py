@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import cache, cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -69,7 +69,7 @@ class OpenVINO(Session):
     int8: Int8Layers | None = None
 
     def __init__(
-        self, file: Path, device: torch.device, precision: str = 'fp32', settings: dict[str, Any] | None = None
+        self, file: Path, device: torch.device, precision: str = 'fp32', settings: Mapping[str, object] | None = None
     ) -> None:
         """Read an .onnx file, or an .xml with its .bin beside it. Raises QatError without OpenVINO, or if it cannot read the file.
 

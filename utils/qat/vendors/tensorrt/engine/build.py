@@ -51,7 +51,7 @@ class EngineFromOnnx:
         self.log = logger(self.trt, LOGGER.warning)
         self.plan = Plan(config, self.can, self.product)
 
-    def build(self) -> dict[str, Any]:
+    def build(self) -> dict[str, object]:
         """Write config.engine, its sidecar and the timing cache; return the content of the sidecar."""
         trt, config, start = self.trt, self.config, time.perf_counter()
         self.builder = trt.Builder(self.log)  # kept: networks and settings must not outlive it

@@ -35,6 +35,7 @@ DTYPES = {'off': torch.float32, 'bf16': torch.bfloat16, 'fp16': torch.float16}
 MAX_NORM = 10.0  # of the gradient
 # The loss is relative to whole layers, so gradients of single activations are near 1e-8; FP16 ends at 6e-8.
 LOSS_SCALE, GROW_AFTER = 2.0**13, 100  # the first scale, and the number of good steps after which it doubles
+Parts = list[list[torch.Tensor]]  # of a layer's output, see output_parts
 BOXES = 'boxes'  # the term of the loss without a layer
 MOMENTS = 'step', 'exp_avg', 'exp_avg_sq'  # Adam's state of a parameter
 WARM_UP = 3  # steps before a CUDA graph is recorded, in which libraries choose kernels and allocate memory
@@ -108,11 +109,10 @@ class NotFinite(Exception):
     """The loss or a gradient is not finite; the message says where."""
 
 
-def _like(given: object, tensor: torch.Tensor) -> bool:
+def _like(given: Any, tensor: torch.Tensor) -> bool:
     """Tell whether `given`, read from a file, is a plain finite tensor with the type and shape of `tensor`."""
     return (
-        isinstance(given, torch.Tensor)
-        and type(given) is torch.Tensor
+        type(given) is torch.Tensor
         and given.layout is torch.strided
         and given.device.type == 'cpu'
         and (given.dtype, given.shape) == (tensor.dtype, tensor.shape)
@@ -134,7 +134,7 @@ def output_tensors(output: Any) -> list[torch.Tensor]:
     return [t for part in output for t in output_tensors(part)]
 
 
-def output_parts(output: Any) -> list[list[torch.Tensor]]:
+def output_parts(output: Any) -> Parts:
     """Group a layer's tensors: maps, coefficients and prototypes of a segmentation head in training mode, else one group."""
     if isinstance(output, tuple) and isinstance(output[0], list):
         return [output_tensors(part) for part in output]
@@ -142,9 +142,7 @@ def output_parts(output: Any) -> list[list[torch.Tensor]]:
 
 
 @contextlib.contextmanager
-def _watched(
-    model: Network, layers: Sequence[int], see: Callable[[int, list[list[torch.Tensor]]], None]
-) -> Iterator[None]:
+def _watched(model: Network, layers: Sequence[int], see: Callable[[int, Parts], None]) -> Iterator[None]:
     """Context that calls `see(layer, its outputs)` after each of these top-level layers; see `output_parts`."""
 
     def hook(index: int) -> Callable[..., None]:
@@ -234,9 +232,7 @@ class TrainingStep:
         self.loss_scale = torch.tensor(LOSS_SCALE, device=self.device) if amp == 'fp16' else None
         self.good_steps = torch.zeros((), device=self.device)  # since the loss scale changed
         self.at_fault = torch.zeros((), dtype=torch.bool, device=self.device)  # once set, all later steps are skipped
-        self.learning: list[str] | None = (
-            None  # names of the parameters that the loss reaches, known after the first step
-        )
+        self.learning: list[str] = []  # names of the parameters that the loss reaches, known after the first step
         # Loss, terms of the layers, norms of the gradients: from the last step, or from the first step at fault
         self.noted: Any = None
 
@@ -301,23 +297,21 @@ class TrainingStep:
             return 'optimizer'
         return None
 
-    def _term(self, outputs: list[list[torch.Tensor]], targets: list[list[torch.Tensor]]) -> torch.Tensor:
+    def _term(self, outputs: Parts, targets: Parts) -> torch.Tensor:
         """Compute a layer's term of the loss; its parts have equal weights."""
         first, *others = (relative_error(*pair) for pair in zip(outputs, targets))
         return sum(others, first) / (1 + len(others)) if others else first
 
     def compare(self, images: torch.Tensor) -> tuple[Any, dict[int | str, torch.Tensor]]:
         """Run both models on `images`: the student's raw output, and layer → its term of the loss, the boxes at the end."""
-        targets: dict[int, list[list[torch.Tensor]]] = {}  # layer → the teacher's outputs, until they are compared
-        pairs: dict[
-            int, tuple[list[list[torch.Tensor]], list[list[torch.Tensor]]]
-        ] = {}  # layer → the student's outputs and the teacher's
+        targets: dict[int, Parts] = {}  # layer → the teacher's outputs, until they are compared
+        pairs: dict[int, tuple[Parts, Parts]] = {}  # layer → the student's outputs and the teacher's
         terms: dict[int | str, torch.Tensor] = {}
         images = images.contiguous(memory_format=self.format)
         with torch.inference_mode(), _watched(self.teacher, self.layers, targets.__setitem__):
             wanted = self.teacher(images.to(self.dtype))
 
-        def see(layer: int, outputs: list[list[torch.Tensor]]) -> None:
+        def see(layer: int, outputs: Parts) -> None:
             pairs[layer] = outputs, targets.pop(layer)
             # With AMP compare at once, so that no outputs are kept. In FP32 wait, so that gradients keep their order of summation
             if self.amp:
@@ -428,7 +422,7 @@ class TrainingStep:
         if not all(finite[:n]):
             at = next((term for term, good in zip(terms, finite[1:n]) if not good), terms[-1])
             raise NotFinite(f'the loss is not finite {at}')
-        at = next((name for name, good in zip(self.learning or (), finite[n:]) if not good), 'all parameters together')
+        at = next((name for name, good in zip(self.learning, finite[n:]) if not good), 'all parameters together')
         raise NotFinite(f'the gradient of {at} is not finite')
 
 

@@ -125,7 +125,7 @@ def write_text(path: str | Path, text: str) -> None:
         tmp.write_text(text, encoding='utf-8', errors='backslashreplace')
 
 
-def write_json(path: str | Path, content: Any) -> None:
+def write_json(path: str | Path, content: object) -> None:
     """Write `content` as JSON, complete at any moment; values of other types, such as Path, become text."""
     write_text(path, json.dumps(content, indent=2, default=str) + '\n')
 

@@ -50,9 +50,8 @@ def result_rows(native: torch.Tensor, path: str | Path, categories: Sequence[int
     ]
 
 
-Matches = tuple[
-    str, tuple[np.ndarray, ...]
-]  # of an image: its path; correct, score and class of each detection, and the true classes
+# of an image: its path; correct, score and class of each detection, and the true classes
+Matches = tuple[str, tuple[np.ndarray, ...]]
 
 
 def add_masks(rows: list[dict[str, object]], masks: Masks, shape: Sequence[Any]) -> None:

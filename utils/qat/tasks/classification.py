@@ -51,7 +51,7 @@ class Classification(Task):
             raise QatError(
                 f'{flag} {file}: the model is a classifier ({model.kind}), which takes {self.takes}; labels of boxes are for detectors'
             )
-        return load_image_folders(file, model.names or {}, flag)
+        return load_image_folders(file, model.names, flag)
 
     def require_labels(self, file: Path) -> None:
         from utils.qat.data.image_folders import split_folders
@@ -65,9 +65,9 @@ class Classification(Task):
         from utils.qat.data.other_classifiers import class_images
 
         if not model.by_toolkit:
-            return Labelled(class_images(config, imgsz, model), model.names or {}, config.mean, config.std)
+            return Labelled(class_images(config, imgsz, model), model.names, config.mean, config.std)
         data = self.load_data(Path(config.data or ''), model)
-        return Labelled(labelled_images(data, config, model, imgsz), model.names or data.names, MEAN, STD)
+        return Labelled(labelled_images(data, config, model, imgsz), model.names, MEAN, STD)
 
     def seen_as(self, imgsz: Sequence[int], square: bool) -> str:
         return f'as their middle in {imgsz[0]} x {imgsz[1]}'

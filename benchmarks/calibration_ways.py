@@ -79,14 +79,10 @@ def ways(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
     wanted = [HeadOutputs.of(reference.eval()(images)) for images in shown]
 
     def scored(name: str, model: Network) -> dict[str, Any]:
-        metrics = evaluate(TorchModel(model), val, data.names, device)
+        scores = evaluate(TorchModel(model), val, data.names, device).to_json()
         divergence = None if model is reference else typical_divergence(model, shown, wanted)
-        return {
-            'way': name,
-            'divergence': divergence,
-            'ap': metrics.to_json()['ap'],
-            'mask_ap': (metrics.mask or {}).get('ap'),
-        }
+        mask_ap = scores.get('mask', {}).get('ap')
+        return {'way': name, 'divergence': divergence, 'ap': scores['ap'], 'mask_ap': mask_ap}
 
     yield scored('float', reference)
     model = deepcopy(reference)

@@ -27,7 +27,6 @@ from utils.qat.core.log import LOGGER, alive, bar, finish
 
 if TYPE_CHECKING:
     from utils.qat.vendors.tensorrt.engine.plan import Plan
-    from utils.qat.vendors.tensorrt.engine.sidecar import Sidecar
 
 OLDEST_TUNER = 11, 1  # version of TensorRT whose trtexec has --tuneBuildRoutes
 
@@ -149,7 +148,7 @@ def build(
         )
 
 
-def earlier(config: BuildConfig) -> Sidecar:
+def earlier(config: BuildConfig) -> dict[str, Any]:
     """Return the sidecar of an earlier build of this engine; empty without one, or if it is damaged: it is written anew."""
     from utils.qat.vendors.tensorrt.engine.sidecar import read_sidecar
 

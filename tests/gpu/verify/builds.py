@@ -12,8 +12,8 @@ from utils.qat.vendors.tensorrt.engine.build import jobs_here
 
 STEPS = 'build', 'trtexec'  # a row each, such as 'trtexec plain'
 EXPORTS = 2  # at a time, beside the builds: they need no GPU
-# Of engines whose speed is measured. At TensorRT's own, 3, those of the demo and the second one for the timing cache took more than 20
-# minutes on an H100; at 2 no kernels are generated.
+# The engines whose speed is measured are built at this level of optimization. At TensorRT's own, 3, the demo's three took 20 minutes on
+# an H100; at 2 TensorRT generates no kernels.
 LEVEL = '--level', 2
 
 

@@ -406,7 +406,7 @@ def test_val_trt_sh_passes_options_on(tmp_path, words):
     assert [('--no-pad' in line) for line in lines if 'export_qat.py' in line] == [bool(words)]
     assert not [line for line in lines if 'export_qat.py' not in line and '--no-pad' in line]
     builds = [line for line in lines if 'build_engine.py' in line and '--which' not in line]
-    assert [('--level 2' in line) for line in builds] == [True] * 2 if '--level' in words else [False]
+    assert [('--level 2' in line) for line in builds] == ([True] * 2 if '--level' in words else [False])
 
 
 @pytest.mark.parametrize('text, shown', [('32', 32), ('', 0), ('9' * 5000, 0), ('٣٢', 0), ('-1', 0)])

@@ -308,7 +308,7 @@ class VerifyConfig(FolderConfig):
     jobs: int | None = option(*JOBS, metavar='N', allowed=Range(1))
     level: int = option(
         0,
-        "TensorRT's optimization level, 0 (fast build) to 5, of all engines but those whose speed is measured, which is 2 or more",
+        "TensorRT's optimization level, 0 (fast build) to 5, of all engines but those whose speed is measured; theirs is 2",
         allowed=Range(0, 5),
     )
     duration: float = option(3.0, 'seconds of each measurement of speed', allowed=Range(0, without=0))

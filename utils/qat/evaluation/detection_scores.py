@@ -50,7 +50,7 @@ def result_rows(native: torch.Tensor, path: str | Path, categories: Sequence[int
     ]
 
 
-# of an image: its path; correct, score and class of each detection, and the true classes
+# The matches of an image: its path; correct, score and class of each detection; the true classes
 Matches = tuple[str, tuple[np.ndarray, ...]]
 
 

@@ -76,8 +76,8 @@ def evaluate(
         rows = scorer.rows
         if predictions_file and rows is not None:
             write_text(predictions_file, json.dumps(rows))
-        if annotations and rows is not None:
-            assert isinstance(loader, Loader)  # which knows the files of its images
+        if annotations:
+            assert isinstance(loader, Loader) and rows is not None  # of a detector; it knows the files of its images
             files = loader.dataset.im_files
             metrics.coco = coco_figures(annotations, rows, files)
             if metrics.mask:

@@ -72,13 +72,8 @@ class MeasuredTensorRT(Measured):
             if config.engine not in conditions.failed and not _fits(config, conditions.device)
         }
         if missing:
-            conditions.failed.update(
-                build_engines(
-                    list(missing.values()),
-                    jobs_here(conditions.config.jobs, conditions.config.level),
-                    conditions.device,
-                )
-            )
+            jobs = jobs_here(conditions.config.jobs, conditions.config.level)
+            conditions.failed.update(build_engines(list(missing.values()), jobs, conditions.device))
 
     @staticmethod
     @override
@@ -117,8 +112,9 @@ def engine_of(measurement: Measurement, conditions: Conditions) -> BuildConfig |
     if onnx.suffix.lower() != '.onnx':
         return None
     config, imgsz, batch = conditions.config, measurement.imgsz, measurement.batch
-    size = ''.join(f'-{n}' for n in imgsz or ()) + f'-level{config.level}' * (config.level is not None)
-    name = f'{onnx.stem}-{measurement.model.digest[:12]}-{backend}-{measurement.precision}-b{batch}{size}'
+    size = ''.join(f'-{n}' for n in imgsz or ())
+    level = '' if config.level is None else f'-level{config.level}'
+    name = f'{onnx.stem}-{measurement.model.digest[:12]}-{backend}-{measurement.precision}-b{batch}{size}{level}'
     return BuildConfig(
         onnx,
         config.project / 'engines' / f'{name}.engine',

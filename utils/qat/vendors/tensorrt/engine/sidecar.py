@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import shlex
 from pathlib import Path
-from typing import TYPE_CHECKING, TypedDict
+from typing import TYPE_CHECKING, Any
 
 from utils.qat.core.command import command
 from utils.qat.core.errors import QatError, reporting
@@ -25,22 +25,6 @@ VERSION = 1  # of the sidecar's content
 
 def _is_shape(value: object) -> bool:
     return type(value) is list and bool(value) and all(map(INDEX, value))
-
-
-class Sidecar(TypedDict, total=False):
-    """What is read of a sidecar."""
-
-    built_by: str
-    gpu: dict[str, str] | None  # see this_gpu; None if it was built without one
-    bytes: int  # of the engine
-    inputs: dict[str, dict[str, list[int]]]  # name → 'min', 'opt' and 'max', shapes
-    metadata: dict[str, str]  # of the ONNX file
-    onnx: str  # its name
-    weights: str  # or that of the checkpoint
-    precision: str
-    workspace_mib: int
-    seconds: float  # of the build
-    layers: str  # file of the layers that were measured
 
 
 CONTENT = {  # what is read of a sidecar
@@ -93,7 +77,7 @@ def write_sidecar(plan: Plan, **more: object) -> dict[str, object]:
     )
 
 
-def write_entries(engine: Path, product: str, **entries: object) -> dict[str, object]:
+def write_entries(engine: Path, product: str, **entries: object) -> dict[str, Any]:
     """Write the sidecar of an engine: its source (`onnx`, or `weights` by Torch-TensorRT), inputs and settings."""
     content = {
         'sidecar': VERSION,
@@ -107,7 +91,7 @@ def write_entries(engine: Path, product: str, **entries: object) -> dict[str, ob
     return content
 
 
-def read_sidecar(engine: Path) -> Sidecar | None:
+def read_sidecar(engine: Path) -> dict[str, Any] | None:
     """Read the sidecar of `engine`; None if there is none."""
     file = sidecar_of(engine)
     if not file.exists():
@@ -115,21 +99,21 @@ def read_sidecar(engine: Path) -> Sidecar | None:
     again = 'delete it, or build the engine again: scripts/generate_trt_engine.sh'
     with reporting(f'{file}: damaged', ValueError, remedy=again, most=150):
         content = read_json(file)
-        if misfit(content, {'sidecar': INDEX, str: anything}) or content['sidecar'] != VERSION:
+        if type(content) is not dict or content.get('sidecar') != VERSION:
             raise QatError(f'{file}: not written by this version of the tool; {again}')
         if wrong := misfit(content, CONTENT) or _lacking(content):
             raise ValueError(f'{wrong} is missing, or not what it writes')
     return content
 
 
-def _lacking(content: Sidecar) -> str | None:
+def _lacking(content: dict[str, Any]) -> str | None:
     """Return the first required entry that a sidecar lacks; None if it is complete."""
     if 'onnx' not in content and 'weights' not in content:
         return 'onnx'
     return None if content['inputs'] else 'inputs'
 
 
-def require_fit(engine: Path, content: Sidecar, product: str, gpu: dict[str, str] | None) -> None:
+def require_fit(engine: Path, content: dict[str, Any], product: str, gpu: dict[str, str] | None) -> None:
     """Raise QatError unless an engine is complete, and fits this TensorRT and, if it was built on a GPU, this GPU."""
     again = 'build it again here: ' + (
         shlex.join(['scripts/generate_trt_engine.sh', content['onnx']])

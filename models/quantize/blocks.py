@@ -103,6 +103,22 @@ class QuantConv2d(WeightedTwin, nn.Conv2d):
         return self._conv_forward(x, weight, self.bias)
 
 
+def without_groups(model: Network) -> Network:
+    """Write quantized convolutions with groups as dense ones, whose weights for other groups are 0, in place, and return the model.
+
+    Those with a group for each channel stay. The values stay the same but for rounding.
+    """
+    for conv in model.modules():
+        if isinstance(conv, QuantConv2d) and 1 < conv.groups < conv.in_channels:
+            outputs, inputs = (n // conv.groups for n in (conv.out_channels, conv.in_channels))
+            weight = conv.weight.new_zeros(conv.out_channels, conv.in_channels, *conv.kernel_size)
+            for i in range(conv.groups):
+                rows = slice(i * outputs, (i + 1) * outputs)
+                weight[rows, i * inputs : (i + 1) * inputs] = conv.weight[rows]
+            conv.weight, conv.groups = nn.Parameter(weight, requires_grad=False), 1
+    return model
+
+
 def float_groups(model: Network) -> list[str]:
     """Put float convolutions in the place of quantized ones with groups, in a model. Returns their paths."""
     convs = [(path, m) for path, m in model.named_modules() if isinstance(m, QuantConv2d) and m.groups > 1]

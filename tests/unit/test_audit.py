@@ -56,6 +56,7 @@ MACROS = {  # in texts of graphs
     'NEAREST_OF_D': 'Resize<mode = "nearest">(d1, "", "", sizes)',
     'LINEAR': 'Resize<mode = "linear">(c1, "", "", sizes)',
     'GROUPS': 'w1 = QDQ<axis = 0>(wg, ws, wz) y = Conv<group = 2>(x1, w1)',
+    'DEPTHWISE': f'w1 = QDQ<axis = 0>(wg, ws, wz) y = Conv<group = {C}>(x1, w1)',
 }
 
 HALF = {k: v.astype(np.float16) for k, v in VALUES.items() if v.dtype == np.float32}
@@ -142,8 +143,9 @@ UINT8 | INT8 y = QConv(c, s, u) | zero point: y1
 no zero point | INT8 q = QuantizeLinear(c, s) d = DequantizeLinear(q, s) y = Int8Conv(d) | zero point: d
 DQ with another scale | INT8 q = QuantizeLinear(c, s, z) d = DequantizeLinear(q, t, z) y = Int8Conv(d) | scale: d
 a weight with a dead channel | QUANTIZED w1 = QDQ<axis = 0>(w, v, wz) y = Conv(c1, w1) | scale: w1
-clean: groups | X GROUPS |
-typed groups | X GROUPS | typed groups: y
+groups | X GROUPS | groups: y
+clean: a group for each channel | X DEPTHWISE |
+a group for each channel, in FP16 | X DEPTHWISE | groups: y
 no axis | QUANTIZED w1 = QDQ(w, ws, wz) y = Conv(c1, w1) | axis: w1
 wrong axis | QUANTIZED y = Int8Conv<axis = 1>(c1) | axis: y w
 transposed convolution | QUANTIZED y = Int8ConvTranspose<axis = 1>(c1) |
@@ -159,8 +161,9 @@ OPTIONS = {
     'zero point': {'values': {'u': np.int8(3)}},
     'UINT8': {'values': {'u': np.uint8(0)}},
     'a weight with a dead channel': {'values': {'v': np.float32([0] + [0.1] * (C - 1))}},
-    'clean: groups': {'values': {'wg': WEIGHT[:, : C // 2]}},
-    'typed groups': {'values': HALF | {'wg': HALF['w'][:, : C // 2]}, **TYPED},
+    'groups': {'values': {'wg': WEIGHT[:, : C // 2]}},
+    'clean: a group for each channel': {'values': {'wg': WEIGHT[:, :1]}},
+    'a group for each channel, in FP16': {'values': HALF | {'wg': HALF['w'][:, :1]}, **TYPED},
 }
 SCALES = {  # → whether it is a finding
     **dict.fromkeys(map(np.float32, (0, -1, 1e-39, np.inf, np.nan)), True),

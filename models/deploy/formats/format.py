@@ -68,14 +68,14 @@ class Export:
         target: the engine that it was quantized for.
         zero_points: whether a zero point of it is not 0.
         kept_float: the blocks of a quantized checkpoint that its user left in float.
-        pads: whether widths of files for its target may be padded.
+        reshapes: whether files may have the channels that its target wants: padded widths, and no groups.
     """
 
     config: ExportConfig
     predict: TorchModel
     formats: Sequence[Format]
     written: dict[str, Written] = field(default_factory=dict)
-    pads: bool = True
+    reshapes: bool = True
 
     def __post_init__(self) -> None:
         recipe = self.predict.recipe
@@ -90,7 +90,7 @@ class Export:
     @property
     def widths(self) -> int:
         """The multiple to which widths of its ONNX files are padded; 1 for no padding."""
-        wanted = self.pads and self.int8 and self.predict.task.boxes and not self.config.no_pad
+        wanted = self.reshapes and self.int8 and self.predict.task.boxes and not self.config.no_pad
         return self.target.multiple if wanted else 1
 
     def require_ours(self, made: Format, path: Path) -> None:
@@ -106,12 +106,13 @@ class Export:
         if self.config.project:
             self.config.project.mkdir(parents=True, exist_ok=True)
         formats = self.formats
-        if self.widths > 1 and (for_openvino := [each for each in formats if each.runs_in == 'openvino']):
-            unpadded = replace(self, formats=for_openvino, written={}, pads=False)
-            unpadded.write()
-            self.written |= unpadded.written
+        for_openvino = [each for each in formats if each.runs_in == 'openvino']
+        if self.int8 and self.reshapes and not self.target.groups and for_openvino:
+            as_trained = replace(self, formats=for_openvino, written={}, reshapes=False)
+            as_trained.write()
+            self.written |= as_trained.written
             formats = [each for each in formats if each not in for_openvino]
-        own = self.config.files if self.pads else {each.name: self.config.files[each.name] for each in formats}
+        own = self.config.files if self.reshapes else {each.name: self.config.files[each.name] for each in formats}
         with TemporaryDirectory() as scratch:
             for each in with_sources(formats):
                 path = own.get(each.name) or Path(scratch) / f'model{FORMATS[each.name].suffix}'

@@ -22,7 +22,7 @@ from typing_extensions import override
 
 from models.deploy.agreement import Agreement, Reference, metadata_of, traceable_copy
 from models.deploy.formats.format import Export, Format, Written, size_of
-from models.quantize.blocks import float_groups
+from models.quantize.blocks import float_groups, without_groups
 from models.quantize.convert import float_inside_blocks
 from models.quantize.network import head_of
 from models.quantize.quantizers import UNIT_SCALE, SiLUQuantizer, named_quantizers
@@ -33,6 +33,7 @@ from utils.qat.core.log import bar
 from utils.qat.core.upstream import Network
 from utils.qat.graph import onnx_graph
 from utils.qat.graph import passes as onnx_passes
+from utils.qat.graph.decoding import boxes_by_matrix
 from utils.qat.graph.padding import Padding, pad
 from utils.qat.vendors.graphs import graph_of
 from utils.qat.vendors.onnxruntime.session import run_graph
@@ -103,6 +104,7 @@ def traced_graph(
         onnx_passes.remove_identities,
         onnx_passes.constants_to_initializers,
         onnx_passes.write_axis,
+        boxes_by_matrix,
         onnx_passes.merge_duplicates,
         *[onnx_passes.simplify] * simplify,
         onnx_passes.quantize_moves,
@@ -141,6 +143,7 @@ def export_onnx(
     kept_float: Sequence[str] = (),
     target: Target = load_target(DEFAULT_TARGET),
     widths: int = 1,
+    dense: bool = True,
     layout: Callable[[onnx.ModelProto], onnx.ModelProto] | None = None,
     progress: Callable[[Iterable], Iterable] = iter,
 ) -> Exported:
@@ -151,16 +154,18 @@ def export_onnx(
     takes normalized images and returns the logits output0 [B, nc]. All of them are FP32.
 
     model: fused; float or quantized. imgsz: multiples of the stride. dynamic: leave the batch axis open. simplify: run onnxslim.
-    half: FP16 outside Q/DQ; convolutions with groups are float. int8_weights: store weights with Q/DQ as integers. kept_float: blocks that are float by choice, for
-    the metadata. widths: the multiple to which widths are padded; 1 pads none. layout: gives the checked graph other inputs and
+    half: FP16 outside Q/DQ. int8_weights: store weights with Q/DQ as integers. kept_float: blocks that are float by choice, for
+    the metadata. widths: the multiple to which widths are padded; 1 pads none. dense: write INT8 convolutions with groups
+    as dense ones if the target takes no groups. layout: gives the checked graph other inputs and
     outputs, such as deepstream_layout. progress: wraps the steps.
 
     Raises:
         QatError: ONNX's checker rejects the graph, or ONNX Runtime does not agree with PyTorch. No file is left.
     """
-    if half:  # TensorRT 10.6 computes INT8 convolutions with groups wrongly in a strongly typed network: docs/tensorrt.md#measured
-        model = deepcopy(model)
-        kept_float = [*kept_float, *float_groups(model)]
+    if dense and not target.groups:
+        model = without_groups(deepcopy(model))
+        if half:  # those with a group for each channel are left
+            kept_float = [*kept_float, *float_groups(model)]
     traced = traceable_copy(model, inplace)
     device = next(traced.parameters()).device
     quantizers = named_quantizers(traced)
@@ -206,6 +211,7 @@ def write_onnx(
         kept_float=[*export.kept_float, *(float_inside_blocks(model) if export.int8 else ())],
         target=export.target,
         widths=export.widths,
+        dense=export.reshapes,
         layout=layout,
         progress=lambda steps: bar(steps, 'exporting', unit='steps'),
     )

@@ -1,6 +1,7 @@
 """The kinds of exported file: how each is exported, built, and compared with ONNX Runtime."""
 
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 import pytest
 
@@ -106,9 +107,9 @@ def build(runner, name, engine, *words):
 def compare_with_onnx(runner, name, reference, engine, *words):
     """Check that an engine finds in the val images of a kind what ONNX Runtime finds with a file, within the limits of export_qat.py --verify."""
     words = ('--data', data_of(name), '--images', runner.config.images, '--batch-size', 8, *words)
-    folder = ('--project', 'compared', '--name', engine, '--exist-ok')
-    runner.run('compare_outputs.py', reference, engine, *words, *folder)
-    return within_limits(runner.json(f'compared/{engine}/compare.json')['comparisons'][0])
+    name = Path(engine).name
+    runner.run('compare_outputs.py', reference, engine, *words, '--project', 'compared', '--name', name, '--exist-ok')
+    return within_limits(runner.json(f'compared/{name}/compare.json')['comparisons'][0])
 
 
 def within_limits(found):

@@ -232,22 +232,30 @@ def test_timing_cache(runner):
         assert build(runner, 'plain', 'again.engine', '--timing-cache', 'plain.timing.cache')['timing_cache_reused']
         runner.found = 'read again; TensorRT-RTX keeps no timings in it'
         return
-    file = onnx_of('plain', SPEED_BATCH)
-    built = [*(runner.folder / 'measured' / 'engines').glob(f'{Path(file).stem}-*.engine.json')]
-    if not built:
-        pytest.skip('needs speed')
+    file, engine = onnx_of('plain', SPEED_BATCH), measured_engine(runner)
     options = (
         '--timing-cache',
-        built[0].with_name('tensorrt.timing.cache'),
+        engine.with_name('tensorrt.timing.cache'),
         '--engine',
         'again.engine',
         '--no-trtexec',
         *LEVEL,
     )
     runner.run('scripts/build_engine.py', file, *options)
-    first, again = json.loads(built[0].read_text(encoding='utf-8')), runner.json('again.engine.json')
+    first, again = runner.json(f'{engine}.json'), runner.json('again.engine.json')
     assert again['timing_cache_reused'] and again['seconds'] < first['seconds']
     runner.found = f'{first["seconds"]:g} s without it, {again["seconds"]:g} s with it'
+
+
+@row(
+    'outputs measured',
+    f'the INT8 engine of batch {SPEED_BATCH} and level {LEVEL[1]}: detections and AP as in ONNX Runtime',
+)
+@pytest.mark.usefixtures('alone')
+def test_outputs_of_the_measured_engine(runner):
+    """Engines of level 0 take other kernels: at level 3 TensorRT 10.6 computed INT8 convolutions with groups wrongly, at 0 rightly."""
+    runner.need_gpu()
+    runner.found = compare_with_onnx(runner, 'plain', onnx_of('plain', SPEED_BATCH), measured_engine(runner))
 
 
 @row('torch_tensorrt', '--include torch_tensorrt: compiled, detections as in ONNX Runtime')
@@ -301,6 +309,12 @@ def test_layers_are_measured_and_drawn(runner):
     kinds = Counter(kind for layer in layers for kind in layer['findings'].split('; ') if kind)
     findings = ', '.join(f'{kind} {count}' for kind, count in kinds.items()) or 'none'
     runner.found = f'{len(layers)} layers, {ms:.3f} ms in all; findings: {findings}'
+
+
+def measured_engine(runner):
+    """The INT8 engine that the row speed measures; skips without it."""
+    engines = [*(runner.folder / 'measured' / 'engines').glob(f'{Path(onnx_of("plain", SPEED_BATCH)).stem}-*.engine')]
+    return engines[0] if engines else pytest.skip('needs speed')
 
 
 def speed_files(runner):

@@ -4,8 +4,6 @@ import ast
 import contextlib
 import math
 import shutil
-from collections import Counter
-from copy import deepcopy
 
 import numpy as np
 import onnx
@@ -42,7 +40,7 @@ from models.deploy.agreement import (
     traceable_copy,
 )
 from models.deploy.formats.onnx import export_onnx
-from models.quantize.blocks import QuantConv2d, float_groups
+from models.quantize.blocks import QuantConv2d
 from models.quantize.quantizers import named_quantizers, quantizers_off
 from utils.qat.backends.pytorch import TorchModel
 from utils.qat.core.errors import QatError
@@ -130,11 +128,8 @@ def test_every_law_on_every_export(small, tmp_path, head, kind, options):
     # its scales
     assert done.qdq == onnx_graph.count_qdq(graph)
     if quantized:
-        in_file = deepcopy(model)
-        if options.get('half'):
-            float_groups(in_file)
-        assert scales_of(graph) == {q.scale.numpy().tobytes() for _, q in named_quantizers(in_file)}
-        assert_int8(graph, in_file)
+        assert scales_of(graph) == {q.scale.numpy().tobytes() for _, q in named_quantizers(model)}
+        assert_int8(graph, model)
     else:
         assert done.qdq == (0, 0)
 
@@ -151,9 +146,9 @@ def assert_half(graph, quantized):
     quantized as they come. Each sum has DQs of its own, which are FP32 as it is.
     """
     types, convs = types_of(graph), [n for n in graph.graph.node if n.op_type == 'Conv']
-    assert Counter(types[n.output[0]] for n in convs) == {HALF: len(convs) - 1, FLOAT: 1}, 'FP32: the DFL'
+    assert {types[n.output[0]] for n in convs} == {HALF}
     assert [name for name, kind in casts(graph) if kind == HALF] == ([] if quantized else ['images'])
-    decoding = [n for n in graph.graph.node if n.op_type in ('Softmax', 'Div', 'Sub')]
+    decoding = [n for n in graph.graph.node if n.op_type in ('Softmax', 'MatMul')]
     assert {types[n.output[0]] for n in decoding} <= {FLOAT, TensorProto.INT64}
     assert {types[n.output[0]] for n in graph.graph.node if n.op_type == 'Resize'} <= {HALF}
     between = between_quantized(graph.graph.node)
@@ -186,7 +181,7 @@ def assert_int8(graph, model):
     behind_dq = [
         sum(name in made_by and made_by[name].op_type == 'DequantizeLinear' for name in n.input) for n in convs
     ]
-    assert set(behind_dq) == {0, 2}, 'float convolutions are all float'
+    assert set(behind_dq) <= {0, 2}, 'float convolutions are all float'
     assert behind_dq.count(2) == sum(isinstance(m, QuantConv2d) for m in model.modules())
 
 

@@ -35,10 +35,9 @@ from utils.qat.core.errors import QatError
 from utils.qat.core.machine import instruction_flags
 from utils.qat.graph import passes
 from utils.qat.graph.audit import audit
-from utils.qat.graph.audit_rules import DFL
 from utils.qat.graph.onnx_graph import count_qdq
 from utils.qat.vendors.load import open_file
-from utils.qat.vendors.openvino.graph import fake_quantize, multiply_dfl
+from utils.qat.vendors.openvino.graph import fake_quantize
 from utils.qat.vendors.openvino.layers import INTEGERS
 from utils.qat.vendors.openvino.session import OVERFLOW, MeasuredOpenVINO, OpenVINO
 
@@ -57,9 +56,9 @@ def compiled(file, batch=1):
 
 
 def assert_integers(file, batch=1):
-    """The law. DFL is no convolution there. Returns the session."""
+    """The law. Returns the session."""
     session = compiled(file, batch)
-    found, audited = session.int8, [c for c in audit(onnx.load(file)).convs if c.reason != DFL]
+    found, audited = session.int8, audit(onnx.load(file)).convs
     assert not found.lost and not found.moves, (found.lost, found.moves)
     assert len(found.convs) == len(audited) and len(found.by_design) == sum(not c.int8 for c in audited)
     assert {layer.name for layer in found.by_design} == {c.name for c in audited if not c.int8}
@@ -174,24 +173,6 @@ def test_only_a_repeated_scale_is_dropped(text, left):
     assert_same_outputs(dropped, model, {'x': XS})
 
 
-@pytest.mark.parametrize('changed', ['', 'opset', 'perm', 'axis', 'read twice'])
-def test_the_integral_over_boxes_is_a_product(changed):
-    """The values stay, and what is not its pattern stays as it is."""
-    perm = '[0, 2, 1, 3]' if changed != 'perm' else '[0, 1, 2, 3]'
-    axis = 1 if changed != 'axis' else 3
-    text = f't = Transpose<perm = {perm}>(x) s = Softmax<axis = {axis}>(t)'
-    text += ' c = Conv(s, weight) y = Add(c, s)' if changed == 'read twice' else ' y = Conv(s, weight)'
-    integers = np.arange(4, dtype=np.float32).reshape(1, 4, 1, 1)
-    model = by_hand(text, initializers={'weight': integers})
-    if changed == 'opset':
-        model.opset_import[0].version = 12
-        assert multiply_dfl(copy(model)) == model
-        return
-    (before,), (after,) = (run_onnx(each, {'x': XS}) for each in (model, multiply_dfl(copy(model))))
-    np.testing.assert_allclose(after.ravel(), before.ravel(), rtol=1e-6)
-    assert ([n.op_type for n in multiply_dfl(model).graph.node] == ['Softmax', 'MatMul']) == (not changed)
-
-
 @pytest.mark.parametrize('scale, tolerance', [('scale', 0), ('other scale', 1e-6)])
 def test_fake_quantize_has_the_limits_of_the_pair(scale, tolerance, tmp_path):
     """Bit for bit as ONNX Runtime computes Q and DQ, beyond both limits too; the last bit may differ if their scales do."""
@@ -267,7 +248,7 @@ def test_a_signal_is_harmless_after_a_session_ends_in_another_thread(exports):
     assert fresh('-c', FORGOTTEN, exports / 'float.onnx').strip() == 'alive'
 
 
-ALL_INT8 = 'INT8: 36 of 42 convolutions (6 float by design)'  # of the small model
+ALL_INT8 = 'INT8: 42 of 42 convolutions'  # of the small model
 
 
 @pytest.fixture(scope='module')
@@ -319,7 +300,7 @@ def test_the_folder_for_ultralytics(whole, small, tmp_path):
 
 def test_the_audit_names_what_is_in_float(whole, tmp_path):
     said = command('scripts/audit_onnx.py', whole / 'model.onnx', '--openvino', '--json', tmp_path / 'audit.json')
-    assert 'In float, as the file has it: 6' in said and 'output of the head' in said
+    assert 'In float, as the file has it: 0' in said
     assert 'In float, though quantized in the file: 0' in said and '| Convolution ' in said
 
 
@@ -332,7 +313,7 @@ def test_lost_convolutions_are_named(whole, tmp_path):
     onnx.save(model, tmp_path / 'lost.onnx')
     found = compiled(tmp_path / 'lost.onnx').int8
     assert [layer.name for layer in found.lost] == ['/model.1/conv/Conv']
-    assert str(found).endswith('(6 float by design; 1 that should not be float: /model.1/conv/Conv)')
+    assert str(found).endswith('(1 that should not be float: /model.1/conv/Conv)')
 
 
 def cut(content):

@@ -130,7 +130,7 @@ def test_fp16_ends_where_the_decoding_begins(request, files, tmp_path):
     convs = [n for n in program.graph.nodes if n.target is torch.ops.aten.conv2d.default]
     floats = [n for n in convs if n.meta['val'].dtype == torch.float32]
     assert len(convs) == len([m for m in model.modules() if isinstance(m, torch.nn.Conv2d)])
-    assert len(floats) == 1  # the DFL
+    assert len(floats) == 1, 'the DFL'
     assert all(n.meta['val'].dtype == torch.float16 for n in quantize_ops(program))
     (returned,) = [n for n in program.graph.nodes if n.op == 'output']
     assert {n.meta['val'].dtype for n in returned.all_input_nodes} == {torch.float32}

@@ -9,7 +9,7 @@ from helpers.zoo import same
 from models.common import AConv, ADown, Bottleneck, CBFuse, RepNBottleneck
 from models.yolo import BaseModel
 
-from models.quantize.blocks import ACTIVATIONS, TWINS
+from models.quantize.blocks import ACTIVATIONS, TWINS, QuantConv2d, without_groups
 from models.quantize.checkpoint import fuse
 from models.quantize.quantizers import collecting, named_quantizers, quantizers_off
 from test_quantizer import reference
@@ -230,3 +230,15 @@ def test_collecting_changes_no_output_and_shows_every_tensor():
     with torch.no_grad(), collecting(twin):
         assert same(twin(x), block(x))
     assert len(seen) == 2 and seen[0] is x, 'both addends pass the one quantizer'
+
+
+@pytest.mark.parametrize('groups, dense', [(1, True), (2, True), (4, True), (8, False)])
+@torch.no_grad()
+def test_dense_convolutions_compute_what_groups_do(groups, dense):
+    """In double precision. Those with a group for each channel stay."""
+    torch.manual_seed(0)
+    conv = calibrated(QuantConv2d.from_float(nn.Conv2d(8, 16, 3, groups=groups)).double())
+    x = torch.randn(2, 8, 5, 5, dtype=torch.float64)
+    before = conv(x)
+    assert (without_groups(nn.Sequential(conv))[0].groups == 1) == dense
+    torch.testing.assert_close(conv(x), before, rtol=1e-12, atol=1e-12)

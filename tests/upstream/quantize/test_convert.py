@@ -68,12 +68,15 @@ def every_convolution_is_accounted_for(model, quantized, done, **_):
 
 
 def only_the_ends_of_the_head_stay_float(model, done, **_):
-    """Each of three levels has two towers of convolutions (box, class), or three with masks. A branch has one DFL."""
+    """Each of three levels has two towers of convolutions (box, class), or three with masks. A branch has one DFL.
+
+    The outputs of cv2 and cv3 are INT8: boxes and classes of a head of one branch. Only such a head is exported.
+    """
     head, i = type(model.model[-1]).__name__, len(model.model) - 1
     branches = {'Dual': 2, 'Trip': 3}.get(head[:4], 1)
     ends = {
         f'model.{i}.cv{2 + tower}.{level}.2'
-        for tower in range((3 if 'Segment' in head else 2) * branches)
+        for tower in range(2, (3 if 'Segment' in head else 2) * branches)
         for level in range(3)
     }
     ends |= {f'model.{i}.dfl{branch or ""}.conv' for branch in (0, 2, 3)[:branches]}

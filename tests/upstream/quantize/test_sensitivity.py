@@ -12,7 +12,7 @@ from models.deploy.formats.onnx import export_onnx
 from models.quantize import checkpoint
 from models.quantize.analysis.partly_float import ALONE, FLOAT, INT8, TwinForms, measure_units
 from models.quantize.analysis.sensitivity import DivergenceEstimate, unit_costs
-from models.quantize.blocks import QuantConv2d, Twin
+from models.quantize.blocks import Twin
 from models.quantize.calibration.calibrate import fit_ranges
 from models.quantize.calibration.divergence import HeadOutputs
 from models.quantize.convert import CHOSEN, find_twins, quantize_model
@@ -218,9 +218,7 @@ def test_the_file_and_the_audit_know_the_choice(partly, tmp_path, trt):
     found = audit(graph)
     assert not found.findings
     chosen = [c.name for c in found.convs if c.reason == 'by choice']
-    grouped = [p for p, m in model.named_modules() if isinstance(m, QuantConv2d) and m.groups > 1]
-    wanted = {*kept, *(grouped if trt == 11 else ())}
-    assert len(chosen) == sum(isinstance(model.get_submodule(p), torch.nn.Conv2d) for p in wanted)
+    assert len(chosen) == sum(isinstance(model.get_submodule(p), torch.nn.Conv2d) for p in kept)
     del graph.metadata_props[:]
     assert {f.kind for f in audit(graph).findings} >= {'float conv', 'mixed'}, 'without the choice they are findings'
 

@@ -569,7 +569,7 @@ def test_dry_run_tells_the_plan_and_writes_nothing(job, tmp_path):
     assert shared == [group for group in stored['scale_groups'] if len(group) > 1] and len(shared) > 20
     assert stored['recipe']['scale_policy'] == 'tied'
     assert re.search(r'(?m)^\| model\.\d+\.dfl\.conv +\| +integral over the box distribution \|$', said)
-    assert 'nothing was written' in said and said.count('output of the head') == 6 and not list(tmp_path.iterdir())
+    assert 'nothing was written' in said and not list(tmp_path.iterdir())
     assert f'share {len(shared)} scales' in said
     assert 'warning: --data none.yaml: no such file' in said and '--data DATA.yaml' in said
     free, tied = command(*dry, '--scale-policy', 'free'), command(*dry)

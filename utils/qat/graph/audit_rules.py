@@ -34,7 +34,7 @@ HEAD, DFL, CHOICE = 'output of the head', 'integral over the box distribution (D
 FINDINGS = {  # kind → its meaning
     'not quantized': 'no convolution and no matrix product runs in INT8',
     'float conv': 'convolutions that run in float',
-    'typed groups': 'INT8 convolutions with groups in a strongly typed graph, which TensorRT 10.6 computes wrongly',
+    'groups': 'INT8 convolutions with groups, which TensorRT 10.6 computes wrongly',
     'two scales': 'tensors wanted in two scales',
     'mixed': 'tensors wanted in a scale and in float',
     'unequal concat': 'Concats with unequal scales',
@@ -105,16 +105,16 @@ def float_convs(graph: Graph) -> Iterator[Finding]:
             yield Finding('float conv', name_of(node), float_reason(graph, node))
 
 
-def typed_groups(graph: Graph) -> Iterator[Finding]:
-    """Find the INT8 convolutions with groups whose other types are FP16; docs/tensorrt.md#measured."""
+def convs_with_groups(graph: Graph) -> Iterator[Finding]:
+    """Find the INT8 convolutions with groups; docs/tensorrt.md#measured. A group for each channel counts in FP16 graphs alone."""
     for node in graph.nodes:
         groups = attribute(node, 'group', 1)
-        if (
-            groups > 1
-            and is_int8(graph, node)
-            and graph.values[graph.producer[node.input[0]].input[1]].dtype == np.float16
-        ):
-            yield Finding('typed groups', name_of(node), f'{groups} groups')
+        if groups == 1 or not is_int8(graph, node):
+            continue
+        weight = graph.values.get(graph.unquantized(node.input[1]))
+        in_fp16 = graph.values[graph.producer[node.input[0]].input[1]].dtype == np.float16
+        if in_fp16 or weight is None or weight.shape[1] > 1:
+            yield Finding('groups', name_of(node), f'{groups} groups')
 
 
 def demands(graph: Graph) -> Iterator[Finding]:
@@ -411,4 +411,4 @@ def _wrong_zero(zero: np.ndarray, activation: bool, zero_points: str) -> str:
 Rules = tuple[Callable[[Graph], Iterator[Finding]], ...]
 
 SHARED: Rules = (float_convs, demands, moves, duplicates, in_the_way)
-CHECKS: Rules = (*SHARED, typed_groups, adds, not_absorbed, numbers)
+CHECKS: Rules = (*SHARED, convs_with_groups, adds, not_absorbed, numbers)

@@ -51,6 +51,8 @@ class Target:
     simulated_in: tuple[str, ...] = ()  # backends that compute INT8 convolutions of its files in float
     engine: str = ''  # suffix of the engine that is built of its file where it runs; '' if it runs the file itself
     clients: tuple[str, ...] = ()  # lines that run a detector's {file}, of {height} and {width}, in other programs
+    # whether it takes INT8 convolutions with groups. If not, a file has dense ones in their place, see blocks.without_groups
+    groups: bool = True
     multiple: int = 1  # its INT8 kernels want widths that are a multiple of this, see graph/padding.py
 
     def places_as(self, other: Target) -> bool:

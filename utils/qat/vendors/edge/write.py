@@ -18,7 +18,7 @@ from models.deploy.agreement import Reference, metadata_of, traceable_copy
 from models.deploy.decomposed import GriddedWeight, on_integers
 from models.deploy.formats.format import Export, Written, size_of
 from models.deploy.formats.onnx import checked, traced_graph
-from models.quantize.blocks import QuantConv2d
+from models.quantize.blocks import QuantConv2d, without_groups
 from models.quantize.quantizers import QMAX, OutputQuantizer, Quantizer, UnitQuantizer, rounded_unit
 from utils.qat.core.errors import QatError
 from utils.qat.core.files import atomic, write_json
@@ -34,22 +34,6 @@ NO_CLASS = -24.0  # bias, the logit of a class that never scores: below all rang
 LIKE_BOXES = 1, 4 * BINS  # numbers of classes with which Frigate takes scores for boxes, or boxes for scores
 
 LAST_OPSET = 17
-
-
-def without_groups(model: Network) -> Network:
-    """Write convolutions with groups as convolutions whose weights for other groups are 0, in place, and return the model.
-
-    The compilers for these chips do not take groups. Those with a group for each channel stay, they are a kind of their own.
-    """
-    for conv in model.modules():
-        if isinstance(conv, QuantConv2d) and 1 < conv.groups < conv.in_channels:
-            outputs, inputs = (n // conv.groups for n in (conv.out_channels, conv.in_channels))
-            weight = conv.weight.new_zeros(conv.out_channels, conv.in_channels, *conv.kernel_size)
-            for i in range(conv.groups):
-                rows = slice(i * outputs, (i + 1) * outputs)
-                weight[rows, i * inputs : (i + 1) * inputs] = conv.weight[rows]
-            conv.weight, conv.groups = nn.Parameter(weight, requires_grad=False), 1
-    return model
 
 
 def add_class(head: Layer) -> None:

@@ -8,12 +8,10 @@ from onnx import ModelProto, NodeProto, numpy_helper
 
 from utils.qat.graph.audit_rules import SHARED, adds, not_absorbed, numbers
 from utils.qat.graph.onnx_graph import (
-    Graph,
     attribute,
     constants,
     count_qdq,
     is_half,
-    opset,
     producers,
     readers,
     replace_nodes,
@@ -36,7 +34,7 @@ def for_openvino(model: ModelProto) -> ModelProto:
     """Rewrite a Q/DQ graph, in place, into the form that OpenVINO computes correctly and fast; values change only by rounding."""
     if not any(count_qdq(model)):
         return model
-    return fake_quantize(absorb_relus(multiply_dfl(drop_repeated_qdq(model))))
+    return fake_quantize(absorb_relus(drop_repeated_qdq(model)))
 
 
 def fake_quantize(model: ModelProto) -> ModelProto:
@@ -91,40 +89,3 @@ def fake_quantize(model: ModelProto) -> ModelProto:
     model.opset_import.append(onnx.helper.make_opsetid(OPENVINO, 1))
     read = readers(model)
     return keep_nodes(model, lambda node: node.op_type != 'QuantizeLinear' or node.output[0] in read, {})
-
-
-def multiply_dfl(model: ModelProto) -> ModelProto:
-    """Rewrite the integral over the box distribution (DFL) as a matrix product, in place; sums may round differently.
-
-    The export has Transpose → Softmax over axis 1 → 1x1 convolution, for which OpenVINO copies all maps twice. The product
-    uses a Softmax over axis 2 of the Transpose's input, which needs neither the Transpose nor a copy: 1 to 2 % less time.
-    """
-    if opset(model) < 13:  # there Softmax flattens all later axes into one
-        return model
-    graph, values, made = Graph(model), constants(model), producers(model)
-    dropped: set[str] = set()
-
-    def behind(node: NodeProto, kind: str) -> NodeProto | None:
-        """Return the node of this kind that produces the first input of a node, and that has no other reader."""
-        source = made.get(node.input[0])
-        alone = source is not None and source.op_type == kind and len(graph.uses(source.output[0])) == 1
-        return source if alone else None
-
-    for node in model.graph.node:
-        weight = values.get(node.input[1]) if node.op_type == 'Conv' and len(node.input) == 2 else None
-        if weight is None or weight.shape != (1, weight.size, 1, 1):
-            continue
-        softmax = behind(node, 'Softmax')
-        if softmax is None or attribute(softmax, 'axis', -1) != 1:
-            continue
-        first = behind(softmax, 'Cast') or softmax  # in a file in FP16 the Softmax is FP32
-        turned = behind(first, 'Transpose')
-        if turned is None or list(attribute(turned, 'perm', ())) != [0, 2, 1, 3]:
-            continue
-        name = f'{node.name}/weight'
-        model.graph.initializer.append(numpy_helper.from_array(weight.reshape(1, 1, 1, -1), name))
-        dropped.add(turned.output[0])
-        first.input[0] = turned.input[0]
-        softmax.attribute[0].i = 2
-        node.CopyFrom(onnx.helper.make_node('MatMul', [name, softmax.output[0]], list(node.output), node.name))
-    return keep_nodes(model, lambda node: node.output[0] not in dropped, {})

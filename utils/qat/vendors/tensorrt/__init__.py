@@ -1,6 +1,7 @@
 """TensorRT takes signed INT8 with zero point 0, and fuses the activation function into the convolution.
 
-It fuses them only if the widths are multiples of 32 (NVIDIA/TensorRT#1310): 112 of 173 of YOLOv9-t, and all 173 with padded widths.
+It fuses them only if the widths are multiples of 32 (NVIDIA/TensorRT#1310): 112 of 173 of YOLOv9-t, and all 173 with padded widths. Its
+files have no INT8 convolutions with groups, because TensorRT 10.6 computes these wrongly: docs/tensorrt.md#measured.
 """
 
 from utils.qat.vendors.vendor import Backend, FileKind, Target, Vendor
@@ -18,9 +19,10 @@ VENDOR = Vendor(
             '# DeepStream; for Triton and NMS inside: docs/deploy.md',
             'python export_yoloV9.py -w {checkpoint} -s {height} {width} --dynamic',
         ),
+        int8_outputs=frozenset({'box', 'class'}),
+        groups=False,
         multiple=32,
         simulated_in=('onnxruntime',),
-        in_openvino='the outputs of the head are in float, which costs OpenVINO up to 2 % more time',
         in_openvino_classes='values behind a ReLU are signed and a residual Add has one scale, which costs OpenVINO up to 12 % more time',
     ),
     {

@@ -22,6 +22,7 @@ from torch.export import Dim, ExportedProgram
 from torch.fx import Node
 
 from models.deploy.agreement import traceable_copy
+from models.quantize.blocks import without_groups
 from models.quantize.network import require_known_head
 from models.quantize.quantizers import FixedScales, Quantizer, _along, named_quantizers
 from utils.qat.core.upstream import Network
@@ -73,7 +74,7 @@ def quantize_op_program(
     batch: with `dynamic`, which leaves the axis open, the largest. half: see `Detector`. Raises QatError if the head of the model has
     no FP16 form.
     """
-    detector = Detector(traceable_copy(model), half)
+    detector = Detector(without_groups(traceable_copy(model)), half)
     images = torch.zeros(batch, 3, *imgsz, device=next(detector.parameters()).device)
     shapes = {'images': {0: Dim('batch', min=1, max=batch)}} if dynamic else None
     with (

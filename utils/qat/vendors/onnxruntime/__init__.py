@@ -10,7 +10,7 @@ FILES = ('.onnx',)
 TARGET = Target(
     'onnxruntime',
     'ONNX Runtime',
-    'also around activation functions, with zero points',
+    'also around activation functions, with zero points, and the outputs of the head in float',
     graph=f'{__name__}.graph',
     activations=True,
     zero_points='any',

@@ -1,7 +1,4 @@
-"""OpenVINO has the placement of TensorRT with three exceptions.
-
-The last convolutions of the head for boxes and classes are INT8. In float they would read float data, four times the bytes:
-docs/cpu.md has time and AP.
+"""OpenVINO has the placement of TensorRT with two exceptions.
 
 Values that are never negative, such as those of a ReLU, are unsigned. Otherwise OpenVINO converts them to unsigned integers with a
 zero point in the middle, which slows its convolutions down and wastes half of the steps.
@@ -20,7 +17,7 @@ VENDOR = Vendor(
     Target(
         'openvino',
         'OpenVINO',
-        'outputs of the head in INT8, unsigned behind a ReLU',
+        "unsigned behind a ReLU, a scale for each addend of a classifier's Add",
         'openvino',
         graph=f'{__name__}.graph',
         zero_points='unsigned',

@@ -113,7 +113,7 @@ def other_last_bits(model: Network, last_bits: float, seed: int) -> Iterator[Non
             hook.remove()
 
 
-def rounding_noise(model: Network, images: torch.Tensor, wanted: Any, last_bits: float, seed: int) -> float:
+def rounding_noise(model: Network, images: torch.Tensor, wanted: object, last_bits: float, seed: int) -> float:
     """Return the largest relative error of the model's outputs with `other_last_bits`.
 
     `model` is in the form of `traceable_copy`, and `wanted` are its outputs without the change.
@@ -139,7 +139,7 @@ class Reference:
         self.outputs = self.traced(self.images)
 
     @torch.no_grad()
-    def require_agreement(self, computed: Any, engine: str, typing: str) -> Agreement:
+    def require_agreement(self, computed: object, engine: str, typing: str) -> Agreement:
         """Compare `computed`, the outputs of a written file in `engine` for the same images.
 
         `typing`, 'FP32' or 'FP16', is the type of everything that is not INT8. Raises QatError if they differ by more than LIMITS,

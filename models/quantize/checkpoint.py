@@ -110,7 +110,7 @@ class CheckpointFile:
             )
         return model, quant
 
-    def load_any(self, device: torch.device | str = 'cpu') -> tuple[Network, dict[str, Any] | None]:
+    def load_any(self, device: torch.device | str = 'cpu') -> tuple[Network, dict[str, object] | None]:
         """Build a quantized model and its `quant` dict, or a float model, fused, and None."""
         return self.load_quantized(device) if self.kind == 'quantized' else (self.load_float(device), None)
 

@@ -48,7 +48,7 @@ class _QuantBlock(QuantResidual):
     add_policy = 'residual'
 
     @classmethod
-    def suits(cls, block: Any) -> bool:
+    def suits(cls, block: object) -> bool:
         return type(block) is cls.float_class and getattr(block, 'use_res_connect', True)
 
 

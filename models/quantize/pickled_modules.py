@@ -47,7 +47,7 @@ UNUSED = '_norm_layer', 'transforms'
 GETATTR = 'builtins.getattr', '__builtin__.getattr'  # how a method is pickled
 
 
-def build(archive: Archive) -> Any:
+def build(archive: Archive) -> object:
     """Build the object in an archive, with its modules.
 
     Raises Refused if the pickle is damaged, or asks for more than a checkpoint needs.

@@ -78,7 +78,7 @@ class Quantizer(TensorQuantizer):
 
     def __init__(self, axis: int | None = None) -> None:
         super().__init__(QuantDescriptor(num_bits=8, axis=axis, fake_quant=True))
-        self._calibrator: Any = None  # attached during calibration only, so that checkpoints stay small
+        self._calibrator: object = None  # attached during calibration only, so that checkpoints stay small
 
     @property
     def rounds(self) -> bool:
@@ -119,7 +119,7 @@ class Quantizer(TensorQuantizer):
             return torch.fake_quantize_per_tensor_affine(inputs, scale, zero_point, QMIN, QMAX)
         return torch.fake_quantize_per_channel_affine(inputs, scale, zero_point, self._axis, QMIN, QMAX)
 
-    def _apply(self, fn: Callable[..., torch.Tensor], *args: Any, **kwargs: Any) -> 'Quantizer':
+    def _apply(self, fn: Callable[..., torch.Tensor], *args: object, **kwargs: object) -> 'Quantizer':
         """Move with the model but stay FP32, so that `model.half()` does not change the scale."""
         amax = self._buffers.get('_amax')
         super()._apply(fn, *args, **kwargs)
@@ -127,7 +127,7 @@ class Quantizer(TensorQuantizer):
             self._amax: torch.Tensor = amax.to(self._amax.device)
         return self
 
-    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any, **kwargs: Any) -> None:
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: object, **kwargs: object) -> None:
         """Create the buffers of a calibrated state dict; the library would create them on the GPU."""
         if prefix + '_amax' in state_dict and not hasattr(self, '_amax'):
             self.set_amax(state_dict[prefix + '_amax'])

@@ -59,7 +59,7 @@ def _tensors(value: object) -> list[torch.Tensor]:
     return [t for part in value for t in _tensors(part)] if isinstance(value, (list, tuple)) else []
 
 
-def _moves(func: object, args: tuple, kwargs: Mapping[str, Any]) -> bool:
+def _moves(func: object, args: tuple, kwargs: Mapping[str, object]) -> bool:
     """Tell whether a function only moves values."""
     nearest = func is F.interpolate and (args[3] if len(args) > 3 else kwargs.get('mode', 'nearest')) == 'nearest'
     return nearest or getattr(func, '__name__', '') in IN_PYTORCH
@@ -99,7 +99,7 @@ class _Signs(TorchFunctionMode):
         self.never_negative: dict[int, torch.Tensor] = {}  # by identity, and kept alive
 
     def __torch_function__(
-        self, func: Any, types: Any, args: tuple = (), kwargs: Mapping[str, Any] | None = None
+        self, func: Any, types: object, args: tuple = (), kwargs: Mapping[str, Any] | None = None
     ) -> object:
         kwargs = kwargs or {}
         result = func(*args, **kwargs)

@@ -61,7 +61,7 @@ class TorchvisionWithoutDynamo:
     """
 
     @staticmethod
-    def find_spec(name: str, path: object = None, target: Any = None) -> importlib.machinery.ModuleSpec | None:
+    def find_spec(name: str, path: object = None, target: object = None) -> importlib.machinery.ModuleSpec | None:
         """Find torchvision, and no other module."""
         if name != 'torchvision':
             return None
@@ -128,7 +128,7 @@ def stand_in_until_used(name: str, *functions: str) -> types.ModuleType:
             raise AttributeError(asked)
         return getattr(real(), asked)
 
-    def later(function: str) -> Any:
+    def later(function: str) -> object:
         return lambda *args, **kwargs: getattr(real(), function)(*args, **kwargs)
 
     members = {function: later(function) for function in functions}

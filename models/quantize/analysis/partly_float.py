@@ -115,7 +115,7 @@ class FormMetrics:
         self.predict, self.scorer = predict, scorer
         self.sums = torch.zeros(2 + 2 * len(predict.task.parts), dtype=torch.float64, device=predict.device)
 
-    def add(self, output: object, wanted: Any, truth: Any) -> None:
+    def add(self, output: object, wanted: object, truth: Any) -> None:
         """Add the outputs of a batch, in eval mode; `wanted`: those of the float model's head on the same images."""
         raw, predict = HeadOutputs.of(output), self.predict
         self.sums += torch.stack(

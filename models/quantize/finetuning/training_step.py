@@ -109,7 +109,7 @@ class NotFinite(Exception):
     """The loss or a gradient is not finite; the message says where."""
 
 
-def _like(given: Any, tensor: torch.Tensor) -> bool:
+def _like(given: object, tensor: torch.Tensor) -> bool:
     """Tell whether `given`, read from a file, is a plain finite tensor with the type and shape of `tensor`."""
     return (
         type(given) is torch.Tensor
@@ -134,7 +134,7 @@ def output_tensors(output: Any) -> list[torch.Tensor]:
     return [t for part in output for t in output_tensors(part)]
 
 
-def output_parts(output: Any) -> Parts:
+def output_parts(output: object) -> Parts:
     """Group a layer's tensors: maps, coefficients and prototypes of a segmentation head in training mode, else one group."""
     if isinstance(output, tuple) and isinstance(output[0], list):
         return [output_tensors(part) for part in output]

@@ -6,7 +6,6 @@ run.Running.row. A series (model, backend, precision, image size) has one colour
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from matplotlib import colormaps
 from matplotlib.axes import Axes
@@ -159,7 +158,7 @@ def disturbance(results: Sequence[Row]) -> str:
     )
 
 
-def with_clock(report: Report) -> dict[str, Any]:
+def with_clock(report: Report) -> dict[str, object]:
     """Return the machine of a report, with the sampled clock during the measurements, if any: 'least to highest mean'."""
     clocks = [load['clock_mhz'] for r in report['results'] if (load := r['usage']) and 'clock_mhz' in load]
     return {

@@ -78,7 +78,7 @@ class Report(TypedDict):
     """The content of benchmark.json."""
 
     settings: dict[str, Any]  # see BenchmarkConfig.plain
-    machine: dict[str, Any]
+    machine: dict[str, object]
     left_out: list[str]  # lines
     results: Sequence[Row]
     usage: Sequence[tuple]  # samples of a Usage

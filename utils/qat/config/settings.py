@@ -92,7 +92,7 @@ def is_sides(field: Field[object]) -> bool:
     return field.type in (Sides, Sides | None)
 
 
-def plain(value: object) -> Any:
+def plain(value: object) -> object:
     """Return a setting as JSON has it: a path as text, several values as a list."""
     return str(value) if isinstance(value, Path) else list(value) if isinstance(value, (list, tuple)) else value
 
@@ -247,7 +247,7 @@ def _how(field: Field, option: Option) -> dict[str, Any]:
         return {
             'action': BooleanOptionalAction if option.negatable else 'store_false' if field.default else 'store_true'
         }
-    how: dict[str, Any] = {'type': option.parse or one, 'metavar': option.metavar or METAVARS.get(one)}
+    how: dict[str, object] = {'type': option.parse or one, 'metavar': option.metavar or METAVARS.get(one)}
     if option.parse:
         return how
     if isinstance(option.allowed, tuple) and not option.metavar:

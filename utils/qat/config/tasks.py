@@ -49,7 +49,7 @@ class Task(ABC):
     def has_data(self, path: str | Path) -> bool:
         """Tell whether data of this task can be at `path`."""
 
-    def data_of(self, path: object, model: Any) -> str:
+    def data_of(self, path: object, model: object) -> str:
         """Return the data path from a checkpoint if it has data for `model` on this machine, else the placeholder."""
         if not (isinstance(path, str) and self.has_data(path)):
             return self.placeholder
@@ -60,7 +60,7 @@ class Task(ABC):
         return path
 
     @abstractmethod
-    def load_data(self, file: Path, model: Any, flag: str = '--data', names_from: str | None = None) -> Any:
+    def load_data(self, file: Path, model: object, flag: str = '--data', names_from: str | None = None) -> Any:
         """Read and check the data for a `model` with nc, names and kind: a dataset.Data or image_folders.ImageFolders.
 
         names_from: see dataset.load_data.
@@ -71,7 +71,7 @@ class Task(ABC):
         """Raise QatError unless the evaluation images of `file` have labels."""
 
     @abstractmethod
-    def labelled(self, config: LabelledConfig, model: Any, imgsz: Sides) -> Labelled:
+    def labelled(self, config: LabelledConfig, model: object, imgsz: Sides) -> Labelled:
         """Open the labelled images of a command that takes any file, such as compare_outputs.py."""
 
     @abstractmethod
@@ -100,7 +100,7 @@ class Task(ABC):
         """Return the number of classes of an exported file from the shapes of its outputs."""
 
     @abstractmethod
-    def predictions(self, output: Any) -> Any:
+    def predictions(self, output: object) -> Any:
         """Extract the predictions from the output of a network in eval mode."""
 
     @abstractmethod
@@ -114,7 +114,7 @@ class Task(ABC):
         """Make the scorer, which collects matches and computes the metrics; with COCO's `categories` it collects rows too."""
 
     @abstractmethod
-    def postprocess(self, outputs: Any, shape: tuple[int, ...], *settings: Any) -> Any:
+    def postprocess(self, outputs: object, shape: tuple[int, ...], *settings: object) -> Any:
         """Convert outputs of a model, see file_model.py, to the input of the scorer.
 
         `shape` is height and width of the images, in pixels; `settings` are conf_thres, iou_thres and max_det of

@@ -28,7 +28,7 @@ DELIVERED = 'weights/best.pt'  # another name of the best model so far, under th
 
 
 @contextlib.contextmanager
-def run_folder(config: Any) -> Iterator[Path | None]:
+def run_folder(config: object) -> Iterator[Path | None]:
     """Yield `own_folder` on the first process of a torchrun, and None on the others, see distributed.from_first."""
     if is_first():
         with own_folder(config) as folder:

@@ -143,7 +143,7 @@ class Seeded:
         random.seed(seed)
         np.random.seed(seed)
         torch.default_generator.manual_seed(seed)  # torch.manual_seed would seed the GPUs too
-        transform: Any = getattr(self.dataset.albumentations, 'transform', None)  # None where nothing is augmented
+        transform: object = getattr(self.dataset.albumentations, 'transform', None)  # None where nothing is augmented
         if hasattr(transform, 'set_random_seed'):  # new versions of albumentations have a random state of their own
             transform.set_random_seed(seed)
         return self.dataset[index]
@@ -255,7 +255,9 @@ class Loaders:
         loader = Loader(Seeded(dataset), self.config, batches, self.shard[1])
         return TrainingImages(loader, batches, self.device, labels)
 
-    def _open(self, split: str, masks: Mapping[str, Any] | None = None, labels: bool = True, **options: Any) -> Any:
+    def _open(
+        self, split: str, masks: Mapping[str, object] | None = None, labels: bool = True, **options: object
+    ) -> Any:
         """Open the dataset of a split, see dataset.open_dataset; `masks` are settings of masks, if the data has any."""
         if isinstance(self.data, ImageFolders):
             return open_images(self.data, split, self.config)

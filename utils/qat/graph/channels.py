@@ -3,8 +3,8 @@
 Two facts of a tensor decide:
 
 - cuts, places between channels where new ones go: between the parts of a Concat, and where a tensor is split;
-- fixed channels, which get none: those of graph inputs and outputs, of convolutions with several groups (TensorRT 10.6 fuses their
-  SiLUs as they are), and of operators that this file does not know.
+- fixed channels, which get none: those of graph inputs and outputs, of convolutions with several groups (only those that
+  are left in float have any), and of operators that this file does not know.
 
 Both hold for all tensors that have these channels, before and behind. A convolution ends them: it reads any layout of its input,
 and writes any layout of its output.

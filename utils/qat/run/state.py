@@ -96,7 +96,7 @@ class State:
     settings: dict[str, Any] = kept({str: anything})  # see QuantizeConfig.plain; resume.py checks them
     versions: dict[str, str] = kept(dict.fromkeys(('python', *PACKAGES), str))
     device: str = kept(str)
-    machine: dict[str, Any] = kept({str: (str, bool, NUMBER, {str: str})})
+    machine: dict[str, object] = kept({str: (str, bool, NUMBER, {str: str})})
     classes: dict[str, str] = kept({str: str})  # class index → name
     images: dict[str, int] = kept({'val': COUNT, 'held out?': COUNT, 'train?': COUNT})  # their number
     origin: Stage | None = kept((NONE, *SCORES), default=None)  # the float model

@@ -108,7 +108,7 @@ class Classification(Task):
     def classes_in(self, shapes: Sequence[Sequence[int]]) -> int:
         return shapes[0][1]  # of scores [B, classes]
 
-    def predictions(self, output: Any) -> Any:
+    def predictions(self, output: object) -> object:
         return output
 
     def label_loss(self, model: Network, weight: float) -> Callable[..., torch.Tensor]:
@@ -123,7 +123,7 @@ class Classification(Task):
 
         return ClassScorer(names)
 
-    def postprocess(self, outputs: Any, shape: tuple[int, ...], *settings: Any) -> Any:
+    def postprocess(self, outputs: object, shape: tuple[int, ...], *settings: object) -> object:
         return outputs
 
     def comparing(self) -> ModuleType:

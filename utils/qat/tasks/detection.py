@@ -80,7 +80,7 @@ class Detection(Task):
     def classes_in(self, shapes: Sequence[Sequence[int]]) -> int:
         return shapes[0][1] - 4  # of predictions [B, 4 + classes, N]
 
-    def predictions(self, output: Any) -> Any:
+    def predictions(self, output: Any) -> object:
         """Return the predictions [B, 4 + classes, N]; the rest is for training."""
         return output[0]
 

@@ -47,7 +47,7 @@ def misfit(value: object, kind: object, entry: str = '') -> str | None:
     return None if wrong is None else f'{entry}{wrong}'.lstrip('.') or 'all of it'
 
 
-def _wrong(value: Any, kind: Any) -> str | None:
+def _wrong(value: object, kind: Any) -> str | None:
     """Return the place of a misfit from `value` on, such as '[2].ap'; '' for `value` itself."""
     if isinstance(kind, tuple):
         misfits = [_wrong(value, k) for k in kind]

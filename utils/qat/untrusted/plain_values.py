@@ -195,7 +195,7 @@ class Values:
             raise Refused('it has an array of NumPy whose elements are no numbers')
         return np.dtype(name).newbyteorder(order)
 
-    def _scalar(self, record: Call) -> Any:
+    def _scalar(self, record: Call) -> object:
         dtype, content = map(self.value, record.arguments)
         (value,) = np.frombuffer(content, np.dtype(dtype))
         return value

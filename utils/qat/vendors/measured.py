@@ -75,7 +75,7 @@ def fixed_batch(inputs: OpenInputs) -> int | None:
     return batched[0][0] if batched and all(shape[0] for shape in batched) else None
 
 
-def input_type(file: Path, name: str, kind: Any, to_numpy: Callable[[Any], object]) -> torch.dtype:
+def input_type(file: Path, name: str, kind: object, to_numpy: Callable[[Any], object]) -> torch.dtype:
     """Return the type of an input. to_numpy: type of the file's library → type of NumPy."""
     try:
         return torch.from_numpy(np.empty(0, to_numpy(kind))).dtype

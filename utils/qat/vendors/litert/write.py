@@ -44,7 +44,7 @@ class PoolsAsConvolutions(TorchFunctionMode):
         super().__init__()
         self.weight = weight
 
-    def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: Any = None) -> Any:
+    def __torch_function__(self, func: Any, types: object, args: tuple = (), kwargs: Any = None) -> Any:
         if func is not F.avg_pool2d:
             return func(*args, **(kwargs or {}))
         x, kernel, stride, padding, *_ = args  # as upstream's blocks call it

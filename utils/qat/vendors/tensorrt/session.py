@@ -189,7 +189,7 @@ class TensorRT(Session):
         if not self.context.execute_async_v3(self.stream.cuda_stream):
             raise QatError(f'{self.file}: the engine did not run ({self.log.reason(-1)})')
 
-    def layers(self) -> dict[str, Any]:
+    def layers(self) -> dict[str, object]:
         """Ask the engine inspector for the layer information, which draw_engine.py reads."""
         inspector = self.engine.create_engine_inspector()
         return json.loads(inspector.get_engine_information(self.trt.LayerInformationFormat.JSON))

@@ -85,7 +85,7 @@ class EngineFromOnnx:
             seconds=round(time.perf_counter() - start, 1),
         )
 
-    def _parse(self) -> Any:
+    def _parse(self) -> object:
         trt, flags = self.trt, 0
         for flag in self.plan.network:
             flags |= 1 << int(getattr(trt.NetworkDefinitionCreationFlag, flag))

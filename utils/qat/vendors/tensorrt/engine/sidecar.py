@@ -77,7 +77,7 @@ def write_sidecar(plan: Plan, **more: object) -> dict[str, object]:
     )
 
 
-def write_entries(engine: Path, product: str, **entries: object) -> dict[str, Any]:
+def write_entries(engine: Path, product: str, **entries: object) -> dict[str, object]:
     """Write the sidecar of an engine: its source (`onnx`, or `weights` by Torch-TensorRT), inputs and settings."""
     content = {
         'sidecar': VERSION,
@@ -106,7 +106,7 @@ def read_sidecar(engine: Path) -> dict[str, Any] | None:
     return content
 
 
-def _lacking(content: dict[str, Any]) -> str | None:
+def _lacking(content: dict[str, object]) -> str | None:
     """Return the first required entry that a sidecar lacks; None if it is complete."""
     if 'onnx' not in content and 'weights' not in content:
         return 'onnx'

@@ -41,9 +41,7 @@ def head(text=HEAD):
 def test_the_boxes_stay():
     x = RNG.normal(0, 4, (BATCH, 4, BINS, ANCHORS)).astype(np.float32)
     (before,), (after,) = (run_onnx(model, {'x': x}) for model in (head(), boxes_by_matrix(head())))
-    np.testing.assert_allclose(
-        after, before, rtol=1e-5, atol=1e-3
-    )  # pixels; FP32 has 7 digits, and sizes are differences
+    np.testing.assert_allclose(after, before, rtol=1e-5, atol=1e-3)  # pixels, of sums of products in FP32
     kinds = [node.op_type for node in boxes_by_matrix(head()).graph.node]
     assert sorted(kinds) == sorted(['Softmax', 'Reshape', 'MatMul', 'Mul', 'Concat', 'Add', 'Mul'])
 

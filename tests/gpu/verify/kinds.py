@@ -107,9 +107,9 @@ def build(runner, name, engine, *words):
 def compare_with_onnx(runner, name, reference, engine, *words):
     """Check that an engine finds in the val images of a kind what ONNX Runtime finds with a file, within the limits of export_qat.py --verify."""
     words = ('--data', data_of(name), '--images', runner.config.images, '--batch-size', 8, *words)
-    name = Path(engine).name
-    runner.run('compare_outputs.py', reference, engine, *words, '--project', 'compared', '--name', name, '--exist-ok')
-    return within_limits(runner.json(f'compared/{name}/compare.json')['comparisons'][0])
+    folder = Path(engine).name
+    runner.run('compare_outputs.py', reference, engine, *words, '--project', 'compared', '--name', folder, '--exist-ok')
+    return within_limits(runner.json(f'compared/{folder}/compare.json')['comparisons'][0])
 
 
 def within_limits(found):

@@ -148,9 +148,7 @@ def test_parameters_are_those_of_the_module(files, small):
     own = sum(p.numel() for p in small.float_model().parameters())
     models = [described(files / f'{name}.onnx') for name in ('float', 'int8', 'half')]
     dense = sum(p.numel() for p in without_groups(small.quantized_model()).parameters())
-    decoding = (
-        4 * 64 - 16 + 3
-    )  # a matrix in place of DFL, and the three strides, which the exporter writes as a constant
+    decoding = 4 * 64 - 16 + 3  # a matrix in place of DFL; the exporter writes the three strides as a constant
     assert [m.parameters for m in models[:2]] == [own + decoding, dense + decoding]
     assert [m.types for m in models] == ['FP32', 'INT8 and FP32', 'INT8 and FP16']
 

@@ -149,7 +149,7 @@ def assert_half(graph, quantized):
     assert {types[n.output[0]] for n in convs} == {HALF}
     assert [name for name, kind in casts(graph) if kind == HALF] == ([] if quantized else ['images'])
     decoding = [n for n in graph.graph.node if n.op_type in ('Softmax', 'MatMul')]
-    assert {types[n.output[0]] for n in decoding} <= {FLOAT, TensorProto.INT64}
+    assert {types[n.output[0]] for n in decoding} == {FLOAT}
     assert {types[n.output[0]] for n in graph.graph.node if n.op_type == 'Resize'} <= {HALF}
     between = between_quantized(graph.graph.node)
     dequantized = {o for n in graph.graph.node if n.op_type == 'DequantizeLinear' for o in n.output}

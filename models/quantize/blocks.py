@@ -106,7 +106,7 @@ class QuantConv2d(WeightedTwin, nn.Conv2d):
 def without_groups(model: Network) -> Network:
     """Write quantized convolutions with groups as dense ones, whose weights for other groups are 0, in place, and return the model.
 
-    Those with a group for each channel stay. The values stay the same but for rounding.
+    For engines that take no groups. Those with a group for each channel stay. Outputs change by rounding alone.
     """
     for conv in model.modules():
         if isinstance(conv, QuantConv2d) and 1 < conv.groups < conv.in_channels:

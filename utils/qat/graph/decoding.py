@@ -10,7 +10,7 @@ from utils.qat.graph.onnx_graph import attribute, constants, producers, replace_
 
 # rows: x, y, width and height of a box; columns: distances from its anchor to the left, upper, right and lower side
 BOX_OF_SIDES = np.array([[-0.5, 0, 0.5, 0], [0, -0.5, 0, 0.5], [1, 0, 1, 0], [0, 1, 0, 1]], np.float32)
-OTHER = NodeProto()
+OTHER = NodeProto()  # in place of a node that is not what upstream's head has
 
 
 def boxes_by_matrix(model: ModelProto) -> ModelProto:
@@ -22,28 +22,32 @@ def boxes_by_matrix(model: ModelProto) -> ModelProto:
     values, made = constants(model), producers(model)
     nodes: list[NodeProto] = []
     for scaled in model.graph.node:
-        if found := _decoding(scaled, values, made):
-            logits, bins, anchors = found
-            base = scaled.output[0]
-            parts = {
-                f'{base}/matrix': np.kron(BOX_OF_SIDES, bins.reshape(1, -1)),
-                f'{base}/shape': np.array([0, 4 * bins.size, -1], np.int64),
-                f'{base}/zero': np.zeros((), np.float32),
-            }
-            model.graph.initializer.extend(numpy_helper.from_array(value, name) for name, value in parts.items())
-            matrix, shape, zero = parts
-            steps: Sequence[tuple[str, list[str], dict[str, Any]]] = (
-                ('Softmax', [logits], {'axis': 2}),
-                ('Reshape', [f'{base}/Softmax', shape], {}),
-                ('MatMul', [matrix, f'{base}/Reshape'], {}),
-                ('Mul', [anchors, zero], {}),
-                ('Concat', [anchors, f'{base}/Mul'], {'axis': 1}),
-                ('Add', [f'{base}/MatMul', f'{base}/Concat'], {}),
-            )
-            nodes += [helper.make_node(op, given, [f'{base}/{op}'], f'{base}/{op}', **how) for op, given, how in steps]
-            scaled.input[0] = f'{base}/Add'
+        if decoded := _decoding(scaled, values, made):
+            nodes += _product(model, scaled, *decoded)
         nodes.append(scaled)
     return _needed(replace_nodes(model, nodes)) if len(nodes) > len(model.graph.node) else model
+
+
+def _product(model: ModelProto, scaled: NodeProto, logits: str, bins: np.ndarray, anchors: str) -> list[NodeProto]:
+    """Let a node read the product, and return the nodes that compute it; see `_decoding`."""
+    base = scaled.output[0]
+    stored = {
+        f'{base}/matrix': np.kron(BOX_OF_SIDES, bins.reshape(1, -1)),
+        f'{base}/shape': np.array([0, 4 * bins.size, -1], np.int64),
+        f'{base}/zero': np.zeros((), np.float32),
+    }
+    model.graph.initializer.extend(numpy_helper.from_array(value, name) for name, value in stored.items())
+    matrix, shape, zero = stored
+    steps: Sequence[tuple[str, list[str], dict[str, Any]]] = (
+        ('Softmax', [logits], {'axis': 2}),
+        ('Reshape', [f'{base}/Softmax', shape], {}),
+        ('MatMul', [matrix, f'{base}/Reshape'], {}),
+        ('Mul', [anchors, zero], {}),
+        ('Concat', [anchors, f'{base}/Mul'], {'axis': 1}),  # what the anchors add to x, y, width and height
+        ('Add', [f'{base}/MatMul', f'{base}/Concat'], {}),
+    )
+    scaled.input[0] = f'{base}/Add'
+    return [helper.make_node(op, given, [f'{base}/{op}'], f'{base}/{op}', **how) for op, given, how in steps]
 
 
 def _decoding(

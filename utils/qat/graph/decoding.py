@@ -7,6 +7,7 @@ import numpy as np
 from onnx import ModelProto, NodeProto, helper, numpy_helper
 
 from utils.qat.graph.onnx_graph import attribute, constants, producers, replace_nodes
+from utils.qat.graph.passes import drop_unneeded
 
 # rows: x, y, width and height of a box; columns: distances from its anchor to the left, upper, right and lower side
 BOX_OF_SIDES = np.array([[-0.5, 0, 0.5, 0], [0, -0.5, 0, 0.5], [1, 0, 1, 0], [0, 1, 0, 1]], np.float32)
@@ -25,7 +26,7 @@ def boxes_by_matrix(model: ModelProto) -> ModelProto:
         if decoded := _decoding(scaled, values, made):
             nodes += _product(model, scaled, *decoded)
         nodes.append(scaled)
-    return _needed(replace_nodes(model, nodes)) if len(nodes) > len(model.graph.node) else model
+    return drop_unneeded(replace_nodes(model, nodes)) if len(nodes) > len(model.graph.node) else model
 
 
 def _product(model: ModelProto, scaled: NodeProto, logits: str, bins: np.ndarray, anchors: str) -> list[NodeProto]:
@@ -80,13 +81,3 @@ def _decoding(
         and (attribute(softmax, 'axis'), attribute(turned, 'perm')) == (1, [0, 2, 1, 3])
     )
     return (turned.input[0], bins, anchors) if as_upstream else None
-
-
-def _needed(model: ModelProto) -> ModelProto:
-    """Drop the nodes that no output depends on, in place."""
-    needed, kept = {o.name for o in model.graph.output}, []
-    for node in reversed(model.graph.node):
-        if needed.intersection(node.output):
-            kept.append(node)
-            needed.update(node.input)
-    return replace_nodes(model, kept[::-1])

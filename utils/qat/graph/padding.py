@@ -14,7 +14,7 @@ from onnx import ModelProto, NodeProto, helper, numpy_helper
 from utils.qat.core.errors import QatError
 from utils.qat.graph.channels import CHANNELS, ELEMENTWISE, NEW, Channels, Layout
 from utils.qat.graph.onnx_graph import CONVS, Graph, attribute, name_of, replace_nodes
-from utils.qat.graph.passes import drop_unread, set_metadata
+from utils.qat.graph.passes import drop_unneeded, set_metadata
 from utils.qat.graph.tensor_types import flops, infer
 
 PADDED = 'padded'  # key of the file's metadata; its value is the multiple
@@ -120,13 +120,8 @@ class _Padder:
             if any(name in self.channels.number for name in node.output):
                 self._pad_node(node)
             self.nodes.append(node)
-        read, kept = set(self.graph.outputs), []
-        for node in reversed(self.nodes):  # weights and shape arithmetic of before have no reader
-            if read.intersection(node.output):
-                read.update(node.input)
-                kept.append(node)
         del self.model.graph.value_info[:]
-        drop_unread(replace_nodes(self.model, kept[::-1]))
+        drop_unneeded(replace_nodes(self.model, self.nodes))  # weights and shape arithmetic of before have no reader
 
     def _pad_node(self, node: NodeProto) -> None:
         channels, op = self.channels, node.op_type

@@ -229,6 +229,16 @@ def store_int8_weights(model: ModelProto) -> ModelProto:
     return drop_unread(model)
 
 
+def drop_unneeded(model: ModelProto) -> ModelProto:
+    """Drop the nodes and initializers that no output depends on, in place."""
+    needed, kept = {o.name for o in model.graph.output}, []
+    for node in reversed(model.graph.node):
+        if needed.intersection(node.output):
+            needed.update(node.input)
+            kept.append(node)
+    return drop_unread(replace_nodes(model, kept[::-1]))
+
+
 def drop_unread(model: ModelProto) -> ModelProto:
     """Drop the initializers that no node reads, in place; ONNX Runtime warns of each one when it opens the file."""
     read = readers(model)

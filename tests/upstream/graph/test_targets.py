@@ -173,6 +173,14 @@ def test_a_block_in_float_by_choice_behind_a_sum_is_no_fault_of_the_sum(tmp_path
     assert audit(onnx.load(tmp_path / 'model.onnx'), graph_of(target.name).RULES).findings == []
 
 
+def test_an_fp16_file_has_no_groups_whatever_the_target(tmp_path):
+    """It is for TensorRT, which computes them wrongly."""
+    _, model = prepared('small', OPENVINO)
+    assert any(getattr(m, 'groups', 1) > 1 for m in model.modules())
+    export_onnx(model, tmp_path / 'model.onnx', (64, 64), opset=19, half=True, target=OPENVINO)
+    assert finding_counts(audit(onnx.load(tmp_path / 'model.onnx')))['groups'] == 0
+
+
 def test_files_of_two_checkpoints_for_openvino(small, tmp_path):
     """One for TensorRT is as fast there as one for OpenVINO, and nothing is said; the first mistake shows before the work."""
     if MeasuredOpenVINO.missing('openvino', CPU):

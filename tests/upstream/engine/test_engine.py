@@ -55,6 +55,17 @@ def opened(model, *axes):
     return model
 
 
+def grouped(model):
+    """A copy of `model` whose quantized convolution has two groups."""
+    model = copy(model)
+    (weight,) = (i for i in model.graph.initializer if i.name == 'w')
+    weight.CopyFrom(onnx.numpy_helper.from_array(onnx.numpy_helper.to_array(weight)[:, :2].copy(), 'w'))
+    for conv in model.graph.node:
+        if conv.op_type == 'Conv':
+            conv.attribute.append(helper.make_attribute('group', 2))
+    return model
+
+
 FILES = {
     'float': FLOAT_CONV,
     'int8': INT8_BLOCK,
@@ -146,6 +157,14 @@ def test_fp32_outside_qdq_is_warned_of_where_types_are_those_of_the_file(file, c
         planned(file('int8'), major)
     (said,) = {line for line in capsys.readouterr().out.splitlines() if line}
     assert 'slower than FP16' in said and 'TensorRT 11' in said and '--trt 11' in said
+
+
+def test_int8_convolutions_with_groups_are_warned_of(file, capsys):
+    planned(file('int8'))
+    assert capsys.readouterr().out == ''
+    planned(file(grouped(INT8_BLOCK)))
+    (said,) = capsys.readouterr().out.splitlines()
+    assert 'INT8 convolutions with groups (1)' in said and '--target tensorrt' in said and 'export_qat.py' in said
 
 
 @pytest.mark.parametrize(

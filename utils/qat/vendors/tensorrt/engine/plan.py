@@ -12,8 +12,9 @@ from utils.qat.config.settings import Sides
 from utils.qat.core.command import command
 from utils.qat.core.errors import QatError
 from utils.qat.core.log import LOGGER
+from utils.qat.graph.audit_rules import convs_with_groups
 from utils.qat.graph.onnx_file import load
-from utils.qat.graph.onnx_graph import count_qdq, is_half, name_of, required_inputs
+from utils.qat.graph.onnx_graph import Graph, count_qdq, is_half, name_of, required_inputs
 from utils.qat.vendors.tensorrt.engine.api import Capability
 
 
@@ -73,6 +74,11 @@ class Plan:
         if integers and Capability.TYPED not in can:
             raise QatError(
                 f'{config.onnx}: stores weights as integers, which {product} cannot take; {self._export()} --trt 8'
+            )
+        if groups := len(list(convs_with_groups(Graph(model)))):
+            LOGGER.warning(
+                f'{config.onnx} has INT8 convolutions with groups ({groups}), which TensorRT 10.6 can compute wrongly, so that AP '
+                f'falls far. A file without them: quantize with --target tensorrt, then {self._export()}'
             )
         self._choose_flags(can, any(count_qdq(model)), is_half(model))
 

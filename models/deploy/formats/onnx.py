@@ -155,14 +155,15 @@ def export_onnx(
 
     model: fused; float or quantized. imgsz: multiples of the stride. dynamic: leave the batch axis open. simplify: run onnxslim.
     half: FP16 outside Q/DQ. int8_weights: store weights with Q/DQ as integers. kept_float: blocks that are float by choice, for
-    the metadata. widths: the multiple to which widths are padded; 1 pads none. dense: write INT8 convolutions with groups
-    as dense ones if the target, or TensorRT for `half`, takes no groups. layout: gives the checked graph other inputs and
-    outputs, such as deepstream_layout. progress: wraps the steps.
+    the metadata. widths: the multiple to which widths are padded; 1 pads none. layout: gives the checked graph the inputs and
+    outputs of a DeepStream parser. dense: write INT8 convolutions with groups as dense ones if the target, or TensorRT for
+    `half` and `layout`, takes no groups. progress: wraps the steps.
 
     Raises:
         QatError: ONNX's checker rejects the graph, or ONNX Runtime does not agree with PyTorch. No file is left.
     """
-    if dense and (half or not target.groups):  # FP16 graphs are for TensorRT, whatever the checkpoint was quantized for
+    for_tensorrt = half or layout is not None  # whatever the checkpoint was quantized for
+    if dense and (for_tensorrt or not target.groups):
         model = without_groups(deepcopy(model))
         if half:  # those with a group for each channel are left
             kept_float = [*kept_float, *float_groups(model)]

@@ -13,6 +13,7 @@ from helpers.zoo import DUAL, SEGMENT, SINGLE, SMALL, build, command, full, fuse
 from models.common import CBFuse
 
 from models.deploy.agreement import made_images
+from models.deploy.formats.deepstream import deepstream_layout
 from models.deploy.formats.onnx import export_onnx
 from models.quantize.blocks import ACTIVATIONS
 from models.quantize.calibration.calibrate import fit_ranges
@@ -173,12 +174,16 @@ def test_a_block_in_float_by_choice_behind_a_sum_is_no_fault_of_the_sum(tmp_path
     assert audit(onnx.load(tmp_path / 'model.onnx'), graph_of(target.name).RULES).findings == []
 
 
-def test_an_fp16_file_has_no_groups_whatever_the_target(tmp_path):
-    """It is for TensorRT, which computes them wrongly."""
+@pytest.mark.parametrize(
+    'options, there',
+    [({}, True), ({'opset': 19, 'half': True}, False), ({'layout': deepstream_layout}, False)],
+    ids=['OpenVINO', 'FP16', 'DeepStream'],
+)
+def test_files_for_tensorrt_have_no_groups_whatever_the_target(tmp_path, options, there):
+    """FP16 files and DeepStream's are for TensorRT, which computes them wrongly."""
     _, model = prepared('small', OPENVINO)
-    assert any(getattr(m, 'groups', 1) > 1 for m in model.modules())
-    export_onnx(model, tmp_path / 'model.onnx', (64, 64), opset=19, half=True, target=OPENVINO)
-    assert finding_counts(audit(onnx.load(tmp_path / 'model.onnx')))['groups'] == 0
+    export_onnx(model, tmp_path / 'model.onnx', (64, 64), target=OPENVINO, **options)
+    assert bool(finding_counts(audit(onnx.load(tmp_path / 'model.onnx')))['groups']) == there
 
 
 def test_files_of_two_checkpoints_for_openvino(small, tmp_path):

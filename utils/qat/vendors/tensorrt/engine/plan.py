@@ -75,12 +75,13 @@ class Plan:
             raise QatError(
                 f'{config.onnx}: stores weights as integers, which {product} cannot take; {self._export()} --trt 8'
             )
-        if groups := len(list(convs_with_groups(Graph(model)))):
+        int8 = any(count_qdq(model))
+        if int8 and (groups := len(list(convs_with_groups(Graph(model))))):
             LOGGER.warning(
                 f'{config.onnx} has INT8 convolutions with groups ({groups}), which TensorRT 10.6 can compute wrongly, so that AP '
-                f'falls far. A file without them: quantize with --target tensorrt, then {self._export()}'
+                f'falls far. Export it again, from a checkpoint quantized with --target tensorrt: {self._export()}'
             )
-        self._choose_flags(can, any(count_qdq(model)), is_half(model))
+        self._choose_flags(can, int8, is_half(model))
 
     def _export(self) -> str:
         """Return the command that exports the file again, without its --trt."""

@@ -36,6 +36,7 @@ from utils.qat.graph.audit import audit, audit_text
 from utils.qat.graph.channels import NEW, Channels
 from utils.qat.graph.onnx_graph import QDQ, attribute, constants
 from utils.qat.graph.padding import PADDED, pad
+from utils.qat.graph.parts import read_whole
 from utils.qat.vendors.openvino.session import OpenVINO
 
 MULTIPLE = load_target('tensorrt').multiple
@@ -153,6 +154,10 @@ a number in a scalar | s = Shape(a) n = Gather(s, one) f = Cast<to = 1>(n) c = C
 a height that counts | s = Shape(a) n = Gather(s, i2) f = Cast<to = 1>(n) c = Conv(a, w4x4) y = Div(c, f) | a 8
 Reshape | r = Reshape(a, shape) y = Conv(r, w4x4) | a 4
 Softmax | s = Softmax<axis = 1>(a) y = Conv(s, w4x4) | a 4
+a Concat of all parts | a = Conv(x, w8x4) p, q = Split<axis = 1>(a, parts) c = Conv(q, w6x6) k = Concat<axis = 1>(p,
+    q, c) z = Conv(k, w4x14) | c 8
+a Concat of parts in another order | a = Conv(x, w8x4) p, q = Split<axis = 1>(a, parts) k = Concat<axis = 1>(q,
+    p) z = Conv(k, w4x8) | k 16
 one weight in two layouts | b = Conv(x, w4x4) c = Conv(b, w4x4) z = Relu(a) d = Conv(z, w4x4) e = Add(c, x) f =
     Conv(d, w4x4) y = Add(e, f) | b 8, c 4, d 8, f 4
 nothing to pad | a = Relu(x) y = Conv(a, w4x4) | a 4
@@ -228,8 +233,10 @@ def assert_single_steps(before, after, feeds):
     is 1 / 255 of it, so one value in a thousand may cross the middle between two steps, and each such step moves some values behind it by
     less than one. In FP16 the order moves sums by up to 1e-3.
     """
-    found, values = Channels(before, MULTIPLE), constants(before)
-    names = [n.output[0] for n in before.graph.node if n.op_type == 'QuantizeLinear' and n.input[0] not in values]
+    whole = copy(before)
+    read_whole(whole, MULTIPLE)
+    found, values = Channels(whole, MULTIPLE), constants(whole)
+    names = [n.output[0] for n in whole.graph.node if n.op_type == 'QuantizeLinear' and n.input[0] not in values]
     runs = []
     for model in map(copy, (before, after)):
         model.graph.output.extend(onnx.helper.make_tensor_value_info(n, TensorProto.INT8, None) for n in names)
@@ -297,9 +304,10 @@ def test_padded_networks(tmp_path, name, kind, changes):
 
 @pytest.mark.full_tree
 @pytest.mark.parametrize('name', sampled(['gelan-c', 'gelan-e', 'gelan-c-dseg'], 3))
-def test_networks_of_such_widths_stay_as_they_are(tmp_path, name):
+def test_networks_of_such_widths_get_no_channels(tmp_path, name):
     before, after, done = exported(tmp_path / 'model.onnx', name)
-    assert done is None and after == before
+    assert done.channels == 0 and done.whole
+    assert_changes_nothing(before, after, {'images': image().numpy()})
 
 
 def test_a_shape_that_is_not_that_of_its_layout_is_refused(tmp_path, monkeypatch):

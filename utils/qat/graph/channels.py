@@ -13,18 +13,15 @@ and writes any layout of its output.
 from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import TypeAlias
 
 import numpy as np
 from onnx import ModelProto, NodeProto
 
+from utils.qat.graph.arranged import NEW, Layout
 from utils.qat.graph.onnx_graph import ACTIVATIONS, CONVS, QDQ, Graph, attribute
 from utils.qat.graph.tensor_types import infer
 
 CHANNELS = 1  # their axis
-NEW = -1  # in a layout, in place of the number of a channel
-# int [C of the padded tensor]: the channel of the unpadded tensor that stands here, or NEW
-Layout: TypeAlias = np.ndarray
 # From finite values they compute finite ones; of 0 / 0 in a new channel a weight of 0 would make NaN
 ELEMENTWISE = ACTIVATIONS | {'Abs', 'Add', 'Erf', 'Max', 'Min', 'Mul', 'Neg', 'Sub', 'Sum'}
 MAPS = {'AveragePool', 'Cast', 'Concat', 'GlobalAveragePool', 'Identity', 'MaxPool', 'Resize'}  # each channel by itself

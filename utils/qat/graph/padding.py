@@ -4,16 +4,17 @@ New channels have weights and biases of 0, and all weights that read them are 0.
 makes of them. channels.py finds where they go.
 """
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
-from onnx import ModelProto, NodeProto, helper, numpy_helper
+from onnx import ModelProto, NodeProto, helper
 
 from utils.qat.core.errors import QatError
-from utils.qat.graph.channels import CHANNELS, ELEMENTWISE, NEW, Channels, Layout
+from utils.qat.graph.arranged import Arranged
+from utils.qat.graph.channels import CHANNELS, ELEMENTWISE, Channels
 from utils.qat.graph.onnx_graph import CONVS, Graph, attribute, name_of, replace_nodes
+from utils.qat.graph.parts import read_whole
 from utils.qat.graph.passes import drop_unneeded, set_metadata
 from utils.qat.graph.tensor_types import flops, infer
 
@@ -33,12 +34,14 @@ class Padding:
     """The additions of a padded graph.
 
     Attributes:
+        whole: convolutions and Concats that read a whole tensor in place of parts.
         channels: new output channels of convolutions.
         operations: share of the multiply-adds that are new, 0.5 for half as many again.
         left: convolutions with a width that is no multiple → their widths.
     """
 
     multiple: int
+    whole: int
     channels: int
     operations: float
     left: dict[str, Conv]
@@ -46,27 +49,30 @@ class Padding:
     def __str__(self) -> str:
         left = ', '.join(f'{name} ({conv.inputs} to {conv.outputs})' for name, conv in self.left.items())
         return (
-            f'widths padded to multiples of {self.multiple}: {self.channels} channels more, {self.operations:.1%} more '
-            f'multiply-adds; left with other widths: {left or "none"}'
+            f'widths padded to multiples of {self.multiple}: {self.channels} channels more, {self.whole} readers of parts '
+            f'read the whole, {self.operations:.1%} more multiply-adds; left with other widths: {left or "none"}'
         )
 
 
 def pad(model: ModelProto, multiple: int) -> Padding | None:
-    """Round the widths of a graph up to a multiple, in place; None if nothing can grow.
+    """Round the widths of a graph up to a multiple, and read whole tensors (see parts.py), in place; None if nothing changes.
 
     Its constants must be initializers, and no node has a graph inside. Raises QatError if a tensor of the padded graph has not the
     shape of its layout.
     """
-    before, channels = _convs(model), Channels(model, multiple)
-    if not channels.grow(*channels.number):
+    before, whole = _convs(model), read_whole(model, multiple)
+    channels = Channels(model, multiple)
+    if channels.grow(*channels.number):
+        _Padder(model, channels).pad()
+        _require_shapes(model, channels)
+    elif not whole:
         return None
-    _Padder(model, channels).pad()
-    _require_shapes(model, channels)
     set_metadata(model, **{PADDED: multiple})
     after = _convs(model)
     outputs, work = ([sum(c[i] for c in convs.values()) for convs in (before, after)] for i in (1, 2))
     return Padding(
         multiple,
+        whole,
         outputs[1] - outputs[0],
         work[1] / work[0] - 1,
         {name: conv for name, conv in after.items() if any(n % multiple for n in conv[:2])},
@@ -98,30 +104,22 @@ def _require_shapes(model: ModelProto, channels: Channels) -> None:
             raise QatError(f'padded widths do not fit, {name}: {list(types[name][1])}, not {wanted}; {report}')
 
 
-def spread(values: np.ndarray, layout: Layout, axis: int, fill: float | None = 0) -> np.ndarray:
-    """Arrange values along an axis by a layout. New ones are `fill`, None for the first value."""
-    wide = values.take(np.where(layout == NEW, 0, layout), axis)
-    if fill is not None:
-        wide[(slice(None),) * axis + (layout == NEW,)] = fill
-    return wide
-
-
 class _Padder:
     """Rewrites the nodes and constants of a graph by the layouts of its tensors."""
 
     def __init__(self, model: ModelProto, channels: Channels) -> None:
         self.model, self.channels, self.graph = model, channels, channels.graph
-        self.made: dict[tuple, str] = {}  # a stored tensor and its layouts → its padded name
-        self.nodes: list[NodeProto] = []
+        self.arranged = Arranged(model, channels.graph, 'padded')
 
     def pad(self) -> None:
         """Pad the graph, in place."""
         for node in self.graph.nodes:
             if any(name in self.channels.number for name in node.output):
                 self._pad_node(node)
-            self.nodes.append(node)
+            self.arranged.nodes.append(node)
         del self.model.graph.value_info[:]
-        drop_unneeded(replace_nodes(self.model, self.nodes))  # weights and shape arithmetic of before have no reader
+        # Weights and shape arithmetic of before have no reader
+        drop_unneeded(replace_nodes(self.model, self.arranged.nodes))
 
     def _pad_node(self, node: NodeProto) -> None:
         channels, op = self.channels, node.op_type
@@ -133,7 +131,7 @@ class _Padder:
             sizes = [len(channels.layout(name)) for name in node.output]
             _set(node, num_outputs=None)
             del node.input[1:]
-            node.input.append(self._constant(f'{node.output[0]}/sizes', np.array(sizes, np.int64)))
+            node.input.append(self.arranged.constant(f'{node.output[0]}/sizes', np.array(sizes, np.int64)))
         elif op == 'Slice':
             self._pad_slice(node)
         elif op == 'Resize':
@@ -150,8 +148,8 @@ class _Padder:
             # New channels stand behind those of their run, so a part begins with an old one
             starts[at] = np.flatnonzero(channels.layout(node.input[0]) == channels.start(node))[0]
             ends[at] = starts[at] + len(channels.layout(result))
-            node.input[1] = self._constant(f'{result}/starts', starts)
-            node.input[2] = self._constant(f'{result}/ends', ends)
+            node.input[1] = self.arranged.constant(f'{result}/starts', starts)
+            node.input[2] = self.arranged.constant(f'{result}/ends', ends)
 
     def _pad_resize(self, node: NodeProto) -> None:
         """Set the sizes of a Resize that has constant ones."""
@@ -159,7 +157,7 @@ class _Padder:
         if len(node.input) > 3 and node.input[3] in self.graph.values and CHANNELS in axes:
             sizes = self.graph.values[node.input[3]].copy()
             sizes[axes.index(CHANNELS)] = len(self.channels.layout(node.output[0]))
-            node.input[3] = self._constant(f'{node.output[0]}/sizes', sizes)
+            node.input[3] = self.arranged.constant(f'{node.output[0]}/sizes', sizes)
 
     def _pad_constants(self, node: NodeProto) -> None:
         """Arrange those constants of an elementwise operator that have a value for each channel."""
@@ -169,7 +167,7 @@ class _Padder:
                 shape = self.channels.types[name][1]
                 axis = len(shape) - self.channels.rank(result) + CHANNELS
                 if axis >= 0 and shape[axis] > 1:
-                    node.input[i] = self._stored(name, {axis: self.channels.layout(result)}, None)
+                    node.input[i] = self.arranged.stored(name, {axis: self.channels.layout(result)}, None)
 
     def _pad_conv(self, node: NodeProto) -> None:
         channels, given, result = self.channels, node.input[0], node.output[0]
@@ -180,45 +178,9 @@ class _Padder:
         if channels.is_depthwise(node):
             _set(node, group=len(channels.layout(result)))
             del layouts[1]
-        node.input[1] = self._stored(node.input[1], layouts)
+        node.input[1] = self.arranged.stored(node.input[1], layouts)
         if len(node.input) > 2 and node.input[2]:
-            node.input[2] = self._stored(node.input[2], {0: channels.layout(result)})
-
-    def _constant(self, name: str, value: np.ndarray) -> str:
-        self.model.graph.initializer.append(numpy_helper.from_array(value, name))
-        return name
-
-    def _stored(self, name: str, layouts: Mapping[int, Layout], fill: float | None = 0) -> str:
-        """Arrange a stored tensor, perhaps behind Q and DQ, by layouts of its axes, and return the name of the new one.
-
-        fill: see `spread`.
-        """
-        if not any((layout == NEW).any() for layout in layouts.values()):
-            return name
-        key = name, fill, *((axis, layout.tobytes()) for axis, layout in layouts.items())
-        if key not in self.made:
-            number = sum(made[0] == name for made in self.made)
-            self.made[key] = f'{name}/padded{number or ""}'
-            if name in self.graph.values:
-                value = self.graph.values[name]
-                for axis, layout in layouts.items():
-                    value = spread(value, layout, axis, fill)
-                self._constant(self.made[key], value)
-            else:
-                self._copy(self.graph.producer[name], self.made[key], layouts, fill)
-        return self.made[key]
-
-    def _copy(self, node: NodeProto, name: str, layouts: Mapping[int, Layout], fill: float | None) -> None:
-        """Add a copy of a Q, DQ or Cast of a stored tensor that makes the padded tensor `name`."""
-        copy = NodeProto()
-        copy.CopyFrom(node)
-        copy.name, copy.output[0] = name, name
-        copy.input[0] = self._stored(node.input[0], layouts, fill)
-        axis = attribute(node, 'axis', 1) % self.channels.rank(node.input[0])
-        for i, each in enumerate(node.input[1:], 1):  # scale, and zero point; a new channel has those of the first
-            if self.graph.values[each].ndim and axis in layouts:
-                copy.input[i] = self._stored(each, {0: layouts[axis]}, None)
-        self.nodes.append(copy)
+            node.input[2] = self.arranged.stored(node.input[2], {0: channels.layout(result)})
 
 
 def _set(node: NodeProto, **attributes: int | None) -> None:

@@ -183,6 +183,16 @@ def test_no_output_changes_and_what_can_grow_grows(text, channels):
     assert (done is None) == all(n <= found.number[tensor] for tensor, n in wanted.items())
 
 
+@pytest.mark.parametrize(
+    'parts, read', [('p, q, x', ['a', 'x']), ('x, p, q', ['x', 'a']), ('q, p', ['q', 'p']), ('p, p', ['p', 'p'])]
+)
+def test_a_concat_reads_the_whole_in_place_of_all_parts_in_order(parts, read):
+    nodes = f'a = Conv(x, w8x4) p, q = Split<axis = 1>(a, parts) k = Concat<axis = 1>({parts}) y = Relu(k)'
+    graph = model_of(nodes, {'x': [1, 4, 4, 4]}, {'y': [*'nchw']}, VALUES, opset=18)
+    read_whole(graph, 8)
+    assert [list(n.input) for n in graph.graph.node if n.op_type == 'Concat'] == [read]
+
+
 # ---- networks -----------------------------------------------------------------------------------------------------------
 
 FUSED = {  # the small network with a CBLinear of two parts and a CBFuse

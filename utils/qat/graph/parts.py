@@ -3,6 +3,7 @@
 Where a tensor is split, and its parts go into one Concat, as in upstream's ELAN blocks, engines copy each part.
 """
 
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -33,7 +34,7 @@ def read_whole(model: ModelProto, multiple: int) -> int:
     arranged, changed = Arranged(model, graph, 'whole'), 0
     for node in graph.nodes:
         if node.op_type == 'Concat' and node.output[0] in channels.number and channels.along(node):
-            joined = _joined([(name, _part(channels, name)) for name in node.input], channels.number)
+            joined = _joined(node.input, channels)
             changed += joined != list(node.input)
             node.input[:] = joined
         elif node.op_type == 'Conv' and attribute(node, 'group', 1) == 1 and node.input[1] in graph.fixed:
@@ -80,20 +81,26 @@ def _part(channels: Channels, name: str) -> Part | None:
     return None if start is None else Part(node.input[0], start, start + channels.number[name])
 
 
-def _joined(parts: list[tuple[str, Part | None]], number: dict[str, int]) -> list[str]:
+def _joined(names: Sequence[str], channels: Channels) -> list[str]:
     """Return the inputs of a Concat with the whole tensor in place of all its parts, where they follow one another."""
-    joined: list[str] = []
-    while parts:
-        run = 0
-        (name, first), end = parts[0], 0
-        for _, part in parts:
-            if first is None or part is None or part.tensor != first.tensor or part.start != end:
-                break
-            run, end = run + 1, part.end
-        whole = first is not None and run > 0 and end == number[first.tensor]
-        joined.append(first.tensor if first is not None and whole else name)
-        parts = parts[run if whole else 1 :]
+    parts, joined, i = [_part(channels, name) for name in names], [], 0
+    while i < len(parts):
+        first, n = parts[i], _make_up_whole(parts[i:], channels.number)
+        joined.append(first.tensor if first and n else names[i])
+        i += n or 1
     return joined
+
+
+def _make_up_whole(parts: Sequence[Part | None], number: Mapping[str, int]) -> int:
+    """Return how many of the first parts are all parts of one tensor, in order; 0 if they are not."""
+    first, end = parts[0], 0
+    for n, part in enumerate(parts, 1):
+        if part is None or first is None or part.tensor != first.tensor or part.start != end:
+            break
+        end = part.end
+        if end == number[part.tensor]:
+            return n
+    return 0
 
 
 def _is_free(channels: Channels, conv: NodeProto, part: Part, multiple: int) -> bool:

@@ -35,6 +35,7 @@ from utils.qat.graph import onnx_graph
 from utils.qat.graph import passes as onnx_passes
 from utils.qat.graph.decoding import boxes_by_matrix
 from utils.qat.graph.padding import Padding, pad
+from utils.qat.graph.parts import read_whole
 from utils.qat.vendors.graphs import graph_of
 from utils.qat.vendors.onnxruntime.session import run_graph
 from utils.qat.vendors.tensorrt import half as onnx_half
@@ -176,6 +177,7 @@ def export_onnx(
         graph = traced_graph(
             traced, images, tmp, outputs, target, dynamic, simplify, opset, half, int8_weights, progress
         )
+        read_whole(graph, widths)
         padding = pad(graph, widths) if widths > 1 else None
         reference = Reference(model, 2 if dynamic else batch, imgsz)
         returned = [reference.outputs] if isinstance(reference.outputs, torch.Tensor) else reference.outputs

@@ -8,7 +8,7 @@ import onnx
 import pytest
 import torch
 from conftest import REPO
-from helpers.zoo import image, python, settings
+from helpers.zoo import image, python, reading_parts, settings
 from torch.utils.flop_counter import FlopCounterMode
 
 from models.deploy.formats.onnx import export_onnx
@@ -56,10 +56,12 @@ class Mean(torch.nn.Module):
         return x.unflatten(1, (4, -1)).mean(2)
 
 
-def test_flops_and_parameters_are_those_of_the_model(small, audits):
-    """Without the decoding, and with dense convolutions in place of quantized ones with groups."""
-    for name, found in audits.items():
-        model = small.float_model() if name == 'float' else without_groups(small.quantized_model())
+def test_flops_and_parameters_are_those_of_the_model(small, tmp_path):
+    """Without the decoding, with dense convolutions in place of quantized ones with groups, and with readers of parts."""
+    for model in (small.float_model(), without_groups(small.quantized_model())):
+        with reading_parts:
+            export_onnx(model, tmp_path / 'model.onnx', IMGSZ)
+        found = audit.audit(load(tmp_path / 'model.onnx'))
         model.model[-1].dfl = Mean()
         with FlopCounterMode(display=False) as counter, torch.no_grad():
             model(torch.zeros(1, 3, *IMGSZ))

@@ -17,7 +17,7 @@ from helpers.faults import sampled
 from helpers.graphs import copy, metadata, model_of, run_onnx, unread
 from helpers.segmenters import BACKBONE, HEADS
 from helpers.tables import named_rows
-from helpers.zoo import SMALL, assert_within_interval, build, command, fuse, image, program, settings
+from helpers.zoo import SMALL, assert_within_interval, build, command, fuse, image, program, reading_parts, settings
 from onnx import TensorProto, numpy_helper
 from onnx.reference import ReferenceEvaluator
 
@@ -174,11 +174,14 @@ def by_hand(text, channels):
 @pytest.mark.parametrize('text, channels', named_rows(GRAPHS))
 def test_no_output_changes_and_what_can_grow_grows(text, channels):
     before, wanted = by_hand(text, channels)
-    after = copy(before)
+    after, whole = copy(before), copy(before)
+    read_whole(whole, 8)
+    pad(whole, 8)
     done, found = pad(after, 8), Channels(before, 8)
     x = np.random.default_rng(1).normal(size=(1, 4, 4, 4)).astype(np.float32)
-    assert_changes_nothing(before, after, {'x': x})
-    assert not unread(after)
+    for changed in (after, whole):
+        assert_changes_nothing(before, changed, {'x': x})
+        assert not unread(changed)
     assert {tensor: len(found.layout(tensor)) for tensor in wanted} == wanted
     assert (done is None) == all(n <= found.number[tensor] for tensor, n in wanted.items())
 
@@ -294,10 +297,12 @@ CASES = [
 
 
 def exported(file, name='small', kind='trt 10', **changes):
-    """(graph, graph with padded widths, Padding) of a network, exported as FILES tells."""
-    export_onnx(quantized(name, **changes), file, (64, 64), **FILES[kind])
+    """(graph as traced, the same with whole tensors and padded widths, Padding) of a network, exported as FILES tells."""
+    with reading_parts:
+        export_onnx(quantized(name, **changes), file, (64, 64), **FILES[kind])
     before = onnx.load(file)
     after = copy(before)
+    read_whole(after, MULTIPLE)
     return before, after, pad(after, MULTIPLE)
 
 
@@ -316,7 +321,20 @@ def test_padded_networks(tmp_path, name, kind, changes):
 @pytest.mark.parametrize('name', sampled(['gelan-c', 'gelan-e', 'gelan-c-dseg'], 3))
 def test_networks_of_such_widths_get_no_channels(tmp_path, name):
     before, after, done = exported(tmp_path / 'model.onnx', name)
-    assert done.channels == 0 and done.whole
+    assert done is None and [*metadata(after)] == [*metadata(before)]
+    assert_changes_nothing(before, after, {'images': image().numpy()})
+
+
+@pytest.mark.parametrize('int8', [True, False])
+def test_files_read_whole_tensors(small, tmp_path, int8):
+    """Those with INT8 and the float ones: no reader of a part is left, and there were some."""
+    model, file = small.quantized_model() if int8 else small.float_model(), tmp_path / 'model.onnx'
+    with reading_parts:
+        export_onnx(model, file, (64, 64))
+    before = onnx.load(file)
+    export_onnx(model, file, (64, 64))
+    after = onnx.load(file)
+    assert read_whole(copy(after)) == 0 < read_whole(copy(before))
     assert_changes_nothing(before, after, {'images': image().numpy()})
 
 

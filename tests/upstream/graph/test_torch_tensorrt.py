@@ -17,7 +17,7 @@ import onnx
 import pytest
 import torch
 from helpers.faults import sampled
-from helpers.zoo import command, deployed
+from helpers.zoo import command, deployed, reading_parts
 
 from models.deploy.agreement import made_images, output_differences, traceable_copy
 from models.deploy.formats.format import Export
@@ -81,7 +81,8 @@ def agrees(ours, theirs):
 @pytest.mark.parametrize('files', sampled(['small', 'demo_seg'], 2))
 def test_the_program_has_the_qdq_of_the_onnx_file_and_computes_the_model(request, files, tmp_path):
     model = request.getfixturevalue(files).quantized_model()
-    done = export_onnx(model, tmp_path / 'model.onnx', imgsz=SIDE, int8_weights=False)
+    with reading_parts:
+        done = export_onnx(model, tmp_path / 'model.onnx', imgsz=SIDE, int8_weights=False)
     program = quantize_op_program(model, SIDE)
     nodes = quantize_ops(program)
     assert len(nodes) == done.qdq[0] == done.qdq[1]
@@ -135,7 +136,8 @@ def test_fp16_ends_where_the_decoding_begins(request, files, tmp_path):
     (returned,) = [n for n in program.graph.nodes if n.op == 'output']
     assert {n.meta['val'].dtype for n in returned.all_input_nodes} == {torch.float32}
     assert len(quantize_ops(program)) == len(quantize_ops(quantize_op_program(model, SIDE)))
-    export_onnx(model, tmp_path / 'model.onnx', imgsz=SIDE, int8_weights=False)
+    with reading_parts:
+        export_onnx(model, tmp_path / 'model.onnx', imgsz=SIDE, int8_weights=False)
     assert len(quantize_ops(program)) == count_qdq(onnx.load(tmp_path / 'model.onnx'))[0]
 
 

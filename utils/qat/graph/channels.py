@@ -38,23 +38,53 @@ class _Same:
     length: int
 
 
-class Channels:
-    """The channels of a graph's tensors, and their layouts in the padded graph.
+class Tensors:
+    """The tensors of a graph, and which channels of them its operators read.
 
     Attributes:
+        types: see `infer`.
         number: tensor → its number of channels, for tensors that depend on the image.
         small: tensor → value, for small constants and shape arithmetic.
     """
 
-    def __init__(self, model: ModelProto, multiple: int) -> None:
-        """Find them. multiple: widths are rounded up to one."""
-        self.graph, self.multiple = Graph(model), multiple
+    def __init__(self, model: ModelProto) -> None:
+        self.graph = Graph(model)
         self.types, self.small = infer(model)
         self.number = {
             name: shape[CHANNELS]
             for name, (_, shape) in self.types.items()
             if len(shape) > CHANNELS and name not in self.graph.fixed and shape[CHANNELS]
         }
+
+    def along(self, node: NodeProto) -> bool:
+        """Tell whether a Concat or Split works along the channels."""
+        return attribute(node, 'axis', 0) % self.rank(node.output[0]) == CHANNELS
+
+    def rank(self, name: str) -> int:
+        """Return the number of axes of a tensor."""
+        return len(self.types[name][1])
+
+    def start(self, node: NodeProto) -> int | None:
+        """Return the channel with which a Slice begins; None if it skips some, or if that does not follow from the graph."""
+        number, rank = self.number[node.input[0]], self.rank(node.input[0])
+        if not all(name in self.small for name in node.input[1:]):
+            return None
+        starts, ends, *rest = (self.small[name] for name in node.input[1:])
+        axes = rest[0] if rest else range(len(starts))
+        steps = rest[1] if len(rest) > 1 else [1] * len(starts)
+        for start, end, axis, step in zip(starts, ends, axes, steps):
+            if axis % rank == CHANNELS:
+                return slice(int(start), int(end)).indices(number)[0] if step == 1 else None
+        return 0
+
+
+class Channels(Tensors):
+    """The layouts of a graph's tensors in the padded graph."""
+
+    def __init__(self, model: ModelProto, multiple: int) -> None:
+        """Find them. multiple: widths are rounded up to one."""
+        super().__init__(model)
+        self.multiple = multiple
         self._cuts = {name: np.zeros(n + 1, bool) for name, n in self.number.items()}
         self._fixed = {name: np.zeros(n, bool) for name, n in self.number.items()}
         self._layouts: dict[str, Layout] = {}
@@ -77,27 +107,6 @@ class Channels:
     def grow(self, *names: str) -> bool:
         """Tell whether one of these tensors has new channels."""
         return any((self.layout(name) == NEW).any() for name in names if name in self.number)
-
-    def along(self, node: NodeProto) -> bool:
-        """Tell whether a Concat or Split works along the channels."""
-        return attribute(node, 'axis', 0) % self.rank(node.output[0]) == CHANNELS
-
-    def rank(self, name: str) -> int:
-        """Return the number of axes of a tensor."""
-        return len(self.types[name][1])
-
-    def start(self, node: NodeProto) -> int | None:
-        """Return the channel with which a Slice begins; None if it skips some, or if that does not follow from the graph."""
-        number, rank = self.number[node.input[0]], self.rank(node.input[0])
-        if not all(name in self.small for name in node.input[1:]):
-            return None
-        starts, ends, *rest = (self.small[name] for name in node.input[1:])
-        axes = rest[0] if rest else range(len(starts))
-        steps = rest[1] if len(rest) > 1 else [1] * len(starts)
-        for start, end, axis, step in zip(starts, ends, axes, steps):
-            if axis % rank == CHANNELS:
-                return slice(int(start), int(end)).indices(number)[0] if step == 1 else None
-        return 0
 
     # The rest finds the cuts and the fixed channels.
 

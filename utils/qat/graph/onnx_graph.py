@@ -268,6 +268,11 @@ class Graph:
             return tensor
         return value.item() if value.size == 1 else tuple(value.ravel().tolist())
 
+    def grid(self, node: NodeProto) -> tuple[object, ...]:
+        """Return the scale and the zero point of a Q or DQ: two with the same ones represent the same values."""
+        zero = (self.values[name].tobytes() for name in node.input[2:3] if name in self.values)
+        return self.scale(node), *zero
+
     def dequantized(self, tensor: str) -> bool:
         """Tell whether all values of a tensor come out of DQ nodes, through nodes that only move values."""
         return all(self.op(o) == 'DequantizeLinear' for o in self.sources(tensor))

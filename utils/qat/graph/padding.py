@@ -14,7 +14,6 @@ from utils.qat.core.errors import QatError
 from utils.qat.graph.arranged import Arranged
 from utils.qat.graph.channels import CHANNELS, ELEMENTWISE, Channels
 from utils.qat.graph.onnx_graph import CONVS, Graph, attribute, name_of, replace_nodes
-from utils.qat.graph.parts import read_whole
 from utils.qat.graph.passes import drop_unneeded, set_metadata
 from utils.qat.graph.tensor_types import flops, infer
 
@@ -34,14 +33,12 @@ class Padding:
     """The additions of a padded graph.
 
     Attributes:
-        whole: convolutions and Concats that read a whole tensor in place of parts.
         channels: new output channels of convolutions.
         operations: share of the multiply-adds that are new, 0.5 for half as many again.
         left: convolutions with a width that is no multiple → their widths.
     """
 
     multiple: int
-    whole: int
     channels: int
     operations: float
     left: dict[str, Conv]
@@ -49,30 +46,27 @@ class Padding:
     def __str__(self) -> str:
         left = ', '.join(f'{name} ({conv.inputs} to {conv.outputs})' for name, conv in self.left.items())
         return (
-            f'widths padded to multiples of {self.multiple}: {self.channels} channels more, {self.whole} readers of parts '
-            f'read the whole, {self.operations:.1%} more multiply-adds; left with other widths: {left or "none"}'
+            f'widths padded to multiples of {self.multiple}: {self.channels} channels more, '
+            f'{self.operations:.1%} more multiply-adds; left with other widths: {left or "none"}'
         )
 
 
 def pad(model: ModelProto, multiple: int) -> Padding | None:
-    """Round the widths of a graph up to a multiple, and read whole tensors (see parts.py), in place; None if nothing changes.
+    """Round the widths of a graph up to a multiple, in place; None if nothing changes.
 
     Its constants must be initializers, and no node has a graph inside. Raises QatError if a tensor of the padded graph has not the
     shape of its layout.
     """
-    before, whole = _convs(model), read_whole(model, multiple)
-    channels = Channels(model, multiple)
-    if channels.grow(*channels.number):
-        _Padder(model, channels).pad()
-        _require_shapes(model, channels)
-    elif not whole:
+    before, channels = _convs(model), Channels(model, multiple)
+    if not channels.grow(*channels.number):
         return None
+    _Padder(model, channels).pad()
+    _require_shapes(model, channels)
     set_metadata(model, **{PADDED: multiple})
     after = _convs(model)
     outputs, work = ([sum(c[i] for c in convs.values()) for convs in (before, after)] for i in (1, 2))
     return Padding(
         multiple,
-        whole,
         outputs[1] - outputs[0],
         work[1] / work[0] - 1,
         {name: conv for name, conv in after.items() if any(n % multiple for n in conv[:2])},

@@ -10,8 +10,8 @@ import numpy as np
 from onnx import ModelProto, NodeProto
 
 from utils.qat.graph.arranged import NEW, Arranged
-from utils.qat.graph.channels import CHANNELS, Channels
-from utils.qat.graph.onnx_graph import Graph, attribute, replace_nodes
+from utils.qat.graph.channels import CHANNELS, Tensors
+from utils.qat.graph.onnx_graph import attribute, replace_nodes
 from utils.qat.graph.passes import drop_unneeded
 
 
@@ -23,24 +23,24 @@ class Part(NamedTuple):
     end: int
 
 
-def read_whole(model: ModelProto, multiple: int) -> int:
+def read_whole(model: ModelProto, multiple: int = 1) -> int:
     """Let Concats read a tensor in place of all its parts, and convolutions a tensor in place of a part; return how many do.
 
     The graph is changed in place, and only if some do. Weights for the other channels are 0. A convolution larger than 1 × 1
-    reads the whole only if that computes no more when widths are rounded up to `multiple`. Constants must be initializers.
+    reads the whole only if that computes no more once widths are padded to `multiple`. Constants must be initializers.
     """
-    channels = Channels(model, multiple)
-    graph = channels.graph
+    tensors = Tensors(model)
+    graph = tensors.graph
     arranged, changed = Arranged(model, graph, 'whole'), 0
     for node in graph.nodes:
-        if node.op_type == 'Concat' and node.output[0] in channels.number and channels.along(node):
-            joined = _joined(node.input, channels)
+        if node.op_type == 'Concat' and node.output[0] in tensors.number and tensors.along(node):
+            joined = _joined(node.input, tensors)
             changed += joined != list(node.input)
             node.input[:] = joined
         elif node.op_type == 'Conv' and attribute(node, 'group', 1) == 1 and node.input[1] in graph.fixed:
-            part = _part(channels, node.input[0])
-            if part and _is_free(channels, node, part, multiple):
-                layout = np.full(channels.number[part.tensor], NEW)
+            part = _part(tensors, node.input[0])
+            if part and _is_free(tensors, node, part, multiple):
+                layout = np.full(tensors.number[part.tensor], NEW)
                 layout[part.start : part.end] = np.arange(part.end - part.start)
                 node.input[0], node.input[1] = part.tensor, arranged.stored(node.input[1], {1: layout})
                 changed += 1
@@ -51,41 +51,35 @@ def read_whole(model: ModelProto, multiple: int) -> int:
     return changed
 
 
-def _grid(graph: Graph, node: NodeProto) -> tuple[bytes, ...]:
-    return tuple(graph.values[name].tobytes() for name in node.input[1:])
-
-
-def _part(channels: Channels, name: str) -> Part | None:
+def _part(tensors: Tensors, name: str) -> Part | None:
     """Return the channels of another tensor that a tensor consists of; None if it is no part.
 
     A Q/DQ behind the part counts for nothing if the tensor comes from a DQ of the same scale.
     """
-    graph = channels.graph
+    graph = tensors.graph
     node = graph.producer.get(name)
-    if node is None or name not in channels.number:
+    if node is None or name not in tensors.number:
         return None
     if node.op_type == 'DequantizeLinear':
         q = graph.producer[node.input[0]]
-        part = _part(channels, q.input[0]) if q.op_type == 'QuantizeLinear' else None
+        part = _part(tensors, q.input[0]) if q.op_type == 'QuantizeLinear' else None
         made_by = graph.producer.get(part.tensor) if part else None
-        same = (
-            made_by is not None and made_by.op_type == 'DequantizeLinear' and _grid(graph, made_by) == _grid(graph, q)
-        )
+        same = made_by is not None and made_by.op_type == 'DequantizeLinear' and graph.grid(made_by) == graph.grid(q)
         return part if same else None
     start = None
     if node.op_type == 'Slice':
-        rest = [channels.types[each][1][CHANNELS + 1 :] for each in (name, node.input[0])]
-        start = channels.start(node) if rest[0] == rest[1] else None  # None for a part of the rows
-    elif node.op_type == 'Split' and channels.along(node):
-        start = sum(channels.number[each] for each in node.output[: list(node.output).index(name)])
-    return None if start is None else Part(node.input[0], start, start + channels.number[name])
+        rest = [tensors.types[each][1][CHANNELS + 1 :] for each in (name, node.input[0])]
+        start = tensors.start(node) if rest[0] == rest[1] else None  # None for a part of the rows
+    elif node.op_type == 'Split' and tensors.along(node):
+        start = sum(tensors.number[each] for each in node.output[: list(node.output).index(name)])
+    return None if start is None else Part(node.input[0], start, start + tensors.number[name])
 
 
-def _joined(names: Sequence[str], channels: Channels) -> list[str]:
+def _joined(names: Sequence[str], tensors: Tensors) -> list[str]:
     """Return the inputs of a Concat with the whole tensor in place of all its parts, where they follow one another."""
-    parts, joined, i = [_part(channels, name) for name in names], [], 0
+    parts, joined, i = [_part(tensors, name) for name in names], [], 0
     while i < len(parts):
-        first, n = parts[i], _make_up_whole(parts[i:], channels.number)
+        first, n = parts[i], _make_up_whole(parts[i:], tensors.number)
         joined.append(first.tensor if first and n else names[i])
         i += n or 1
     return joined
@@ -103,8 +97,8 @@ def _make_up_whole(parts: Sequence[Part | None], number: Mapping[str, int]) -> i
     return 0
 
 
-def _is_free(channels: Channels, conv: NodeProto, part: Part, multiple: int) -> bool:
+def _is_free(tensors: Tensors, conv: NodeProto, part: Part, multiple: int) -> bool:
     """Tell whether a convolution costs about the same with a whole tensor as with a part of it."""
-    weight = channels.types[conv.input[1]][1]
-    whole, alone = (-(-n // multiple) for n in (channels.number[part.tensor], part.end - part.start))
+    weight = tensors.types[conv.input[1]][1]
+    whole, alone = (-(-n // multiple) for n in (tensors.number[part.tensor], part.end - part.start))
     return all(n == 1 for n in weight[2:]) or whole <= alone

@@ -15,7 +15,6 @@ from utils.qat.graph.onnx_graph import (
     constants,
     count_qdq,
     moved_inputs,
-    producers,
     readers,
     replace_nodes,
 )
@@ -107,24 +106,23 @@ def write_axis(model: ModelProto) -> ModelProto:
 
 def quantize_moves(model: ModelProto) -> ModelProto:
     """Put Q/DQ on the inputs of moves whose outputs are quantized with one scale, in place; see moves.quantize_moves."""
-    values, outputs = constants(model), {o.name for o in model.graph.output}
-    made_by, read_by, nodes = producers(model), readers(model), list(model.graph.node)
+    graph = Graph(model)
+    values, read_by = graph.values, graph.readers
     put_before: dict[str, list[NodeProto]] = {}  # first output of a move → the pairs to put in front of it
 
-    def grid(node: NodeProto) -> tuple[bytes, ...]:
-        return tuple(values[name].tobytes() for name in node.input[1:3])
-
     def demanded(move: NodeProto) -> dict[object, NodeProto]:
-        grids: dict[object, NodeProto] = {None: move} if outputs.intersection(move.output) else {}
+        grids: dict[object, NodeProto] = {None: move} if graph.outputs.intersection(move.output) else {}
         for reader in (r for name in move.output for r, _ in read_by.get(name, ())):
             per_tensor = reader.op_type == 'QuantizeLinear' and values[reader.input[1]].size == 1
             if reader.op_type != 'Shape':  # which reads no values
-                grids.setdefault(grid(reader) if per_tensor else None, reader)
+                grids.setdefault(graph.grid(reader) if per_tensor else None, reader)
         return grids
 
     def given(move: NodeProto) -> dict[int, object]:
-        sources = {i: made_by.get(move.input[i]) for i in moved_inputs(move) if move.input[i] not in values}
-        return {i: grid(s) if s is not None and s.op_type == 'DequantizeLinear' else None for i, s in sources.items()}
+        sources = {i: graph.producer.get(move.input[i]) for i in moved_inputs(move) if move.input[i] not in values}
+        return {
+            i: graph.grid(s) if s is not None and s.op_type == 'DequantizeLinear' else None for i, s in sources.items()
+        }
 
     def put(move: NodeProto, i: int, like: NodeProto) -> None:
         name, source = f'{move.name or move.output[0]}/input_{i}', move.input[i]
@@ -139,8 +137,8 @@ def quantize_moves(model: ModelProto) -> ModelProto:
         move.input[i] = f'{name}_dq'
         read_by[source] = [r for r in read_by[source] if not (r[0] is move and r[1] == i)] + [(q, 0)]
 
-    moves.quantize_moves(filter(moved_inputs, reversed(nodes)), demanded, given, put)
-    return replace_nodes(model, [n for node in nodes for n in (*put_before.get(node.output[0], ()), node)])
+    moves.quantize_moves(filter(moved_inputs, reversed(graph.nodes)), demanded, given, put)
+    return replace_nodes(model, [n for node in graph.nodes for n in (*put_before.get(node.output[0], ()), node)])
 
 
 def drop_repeated_qdq(model: ModelProto, behind_moves: bool = True) -> ModelProto:
@@ -150,15 +148,13 @@ def drop_repeated_qdq(model: ModelProto, behind_moves: bool = True) -> ModelProt
     OpenVINO makes an extra layer of it, which encodes i8 as u8 again. Without `behind_moves` drop only pairs directly after
     a DQ.
     """
-    graph, outputs = Graph(model), {o.name for o in model.graph.output}
-    renamed: dict[str, str] = {}
-
-    def grid(node: NodeProto) -> tuple:
-        return graph.scale(node), *(graph.values[name].tobytes() for name in node.input[2:3] if name in graph.values)
+    graph, renamed = Graph(model), dict[str, str]()
 
     def repeats(q: NodeProto) -> bool:
         sources = [graph.producer.get(name) for name in (graph.sources(q.input[0]) if behind_moves else q.input[:1])]
-        return all(o is not None and o.op_type == 'DequantizeLinear' and grid(o) == grid(q) for o in sources)
+        return all(
+            o is not None and o.op_type == 'DequantizeLinear' and graph.grid(o) == graph.grid(q) for o in sources
+        )
 
     repeated = {
         node.output[0]
@@ -168,7 +164,7 @@ def drop_repeated_qdq(model: ModelProto, behind_moves: bool = True) -> ModelProt
     source = {node.output[0]: node.input[0] for node in graph.nodes if node.output[0] in repeated}
 
     def keep(node: NodeProto) -> bool:
-        if node.op_type == 'DequantizeLinear' and node.input[0] in repeated and node.output[0] not in outputs:
+        if node.op_type == 'DequantizeLinear' and node.input[0] in repeated and node.output[0] not in graph.outputs:
             renamed[node.output[0]] = renamed.get(source[node.input[0]], source[node.input[0]])
             return False
         return True

@@ -4,7 +4,6 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 from utils.qat.config.settings import Range, Settings, Sides, option, run
 from utils.qat.core.files import in_tree
@@ -25,7 +24,7 @@ OTHER_WORDS = 'whose class names count if those of data and model are other word
 names_from = partial(option, None, OTHER_WORDS, allowed=('data', 'checkpoint'))
 
 
-def image_sides(untyped: str = '', default: Sides | None = None, flags: Sequence[str] = SIZE) -> Any:
+def image_sides(untyped: str = '', default: Sides | None = None, flags: Sequence[str] = SIZE) -> Sides:
     """Make the option of height and width of the images. untyped: what they are by default, in words."""
     text = 'height and width in pixels, or one number for both' + f'; default: {untyped}' * bool(untyped)
     return option(default, text, *flags, allowed=Range(32, LARGEST))

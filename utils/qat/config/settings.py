@@ -4,7 +4,7 @@ Annotations are read as types, so a file with settings has no `from __future__ i
 """
 
 import math
-from argparse import SUPPRESS, BooleanOptionalAction
+from argparse import SUPPRESS, BooleanOptionalAction, _ArgumentGroup
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import MISSING, Field, dataclass, field, fields
 from functools import partial
@@ -79,12 +79,12 @@ def flag_of(name: str, value: object = None) -> str:
     return f'--{"no-" * (value is False)}{name.rstrip("_").replace("_", "-")}'
 
 
-def kind_of(annotation: Any) -> tuple[type, bool]:
+def kind_of(annotation: object) -> tuple[type, bool]:
     """Read an annotation, without its `| None`: the type of one value, and whether there can be several."""
-    if isinstance(annotation, UnionType):
-        [annotation] = (kind for kind in get_args(annotation) if kind is not NoneType)
-    several = get_origin(annotation) is tuple
-    return (get_args(annotation)[0] if several else annotation), several
+    kinds = get_args(annotation) if isinstance(annotation, UnionType) else (annotation,)
+    [kind] = (kind for kind in kinds if kind is not NoneType)
+    several = get_origin(kind) is tuple
+    return (get_args(kind)[0] if several else kind), several
 
 
 def is_sides(field: Field[object]) -> bool:
@@ -181,25 +181,25 @@ def _not_allowed(settings: Settings, field: Field[object]) -> Iterator[tuple[obj
 T = TypeVar('T', bound=Settings)
 
 
-def read(kind: type[T], argv: Sequence[str] | None, description: str, **options: object) -> T:
+def read(kind: type[T], argv: Sequence[str] | None, description: str, **options: str) -> T:
     """Parse a command line into settings of the class `kind`. argv: None = the words of this process. options: of Parser."""
     (settings,) = read_each(kind, argv, description, **options)
     return settings
 
 
-def read_each(kind: type[T], argv: Sequence[str] | None, description: str, **options: Any) -> list[T]:
+def read_each(kind: type[T], argv: Sequence[str] | None, description: str, **options: str) -> list[T]:
     """Parse a command line into settings, see `settings_of`, as `read` does."""
     parser = Parser(description=description, add_help=False, **options)
     add_options(parser, kind)
     return settings_of(kind, vars(parser.parse_args(argv)))
 
 
-def settings_of(kind: type[T], typed: dict[str, Any]) -> list[T]:
+def settings_of(kind: type[T], typed: Mapping[str, object]) -> list[T]:
     """Make settings from typed values: one, or one per value of an option with `each` (see Option)."""
     for f in fields(kind):
-        option = option_of(kind, f.name)
-        if option and option.each and f.name in typed:
-            return [kind(**{**typed, f.name: value}) for value in typed[f.name]]
+        option, values = option_of(kind, f.name), typed.get(f.name)
+        if option and option.each and isinstance(values, list):
+            return [kind(**{**typed, f.name: value}) for value in values]
     return [kind(**typed)]
 
 
@@ -214,7 +214,7 @@ def grouped(kind: type[Settings]) -> dict[str, list[tuple[Field, Option]]]:
     return {**groups, RUN: last}
 
 
-def add_options(parser: Parser, kind: type[Settings], may_lack: Collection[str] = ()) -> Any:
+def add_options(parser: Parser, kind: type[Settings], may_lack: Collection[str] = ()) -> _ArgumentGroup:
     """Give a parser without -h the options of a dataclass, then -h; return the last group, for further options.
 
     The parsed arguments contain only typed options; the dataclass has the defaults. may_lack: fields without a default that

@@ -52,7 +52,7 @@ class Parser(argparse.ArgumentParser):
         if add_help:
             self.add_common(self)
 
-    def add_common(self, group: Any) -> None:
+    def add_common(self, group: argparse._ActionsContainer) -> None:
         """Add -h, --quiet and --verbose to a group of options."""
         speak = group.add_mutually_exclusive_group()
         speak.add_argument(

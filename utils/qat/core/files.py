@@ -12,9 +12,9 @@ import os
 import re
 import stat
 import warnings
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from utils.qat.core.errors import QatError
 from utils.qat.core.text import escaped, is_printable
@@ -44,7 +44,7 @@ def waits(path: str | Path) -> bool:
     return not (stat.S_ISREG(mode) or stat.S_ISDIR(mode))
 
 
-def write_torch(path: str | Path, content: Any) -> None:
+def write_torch(path: str | Path, content: Mapping[str, object]) -> None:
     """Write `content` as torch.save does, complete at any moment.
 
     It is pickled in memory first, because the error of torch's own writer does not reveal a full disk.

@@ -15,7 +15,7 @@ import time
 from collections.abc import Iterable, Iterator, Sized
 from pathlib import Path
 from threading import Event, Thread
-from typing import IO, TYPE_CHECKING, Any
+from typing import IO, TYPE_CHECKING
 
 from utils.qat.core.distributed import is_first
 from utils.qat.core.errors import OUTPUT
@@ -39,9 +39,9 @@ def painted(text: str, style: int, stream: IO[str]) -> str:
 class LineFormatter(logging.Formatter):
     """A formatter that puts 'warning:' or 'error:' before a line, and escapes characters that control a terminal."""
 
-    def __init__(self, *args: Any, coloured: bool = False) -> None:
+    def __init__(self, line: str | None = None, time: str | None = None, coloured: bool = False) -> None:
         """Make a formatter. coloured: use colours where stdout is a terminal."""
-        super().__init__(*args)
+        super().__init__(line, time)
         self.paint = (lambda text, style: painted(text, style, sys.stdout)) if coloured else lambda text, _: text
 
     def formatMessage(self, record: logging.LogRecord) -> str:
@@ -52,7 +52,7 @@ class LineFormatter(logging.Formatter):
         record.message = re.sub('(?m)^next: .*', lambda match: self.paint(match[0], BOLD), record.message)
         return super().formatMessage(record)
 
-    def formatException(self, info: Any) -> str:
+    def formatException(self, info: logging._SysExcInfoType) -> str:
         """Return a traceback, its control characters escaped."""
         return visible(super().formatException(info), keep='\n\t')
 
@@ -64,10 +64,10 @@ class Raising(logging.StreamHandler):
 
     def handleError(self, record: logging.LogRecord) -> None:
         """Raise the error of writing a record; an OSError gets the name of its file, which `explain` needs."""
-        error: Any = sys.exc_info()[1]
+        error = sys.exc_info()[1]
         if isinstance(error, OSError):
             error.filename = self.baseFilename
-        raise error
+        raise
 
 
 class Terminal(Raising):

@@ -18,7 +18,8 @@ import sys
 from collections.abc import Mapping
 from importlib import metadata
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from types import ModuleType
+from typing import TYPE_CHECKING
 
 from utils.qat.core.distributed import rank, world_size
 from utils.qat.core.errors import QatError, reporting
@@ -188,7 +189,7 @@ def _version(package: str) -> str | None:
     return None
 
 
-def nvml_of(device: torch.device) -> tuple[Any, Any]:
+def nvml_of(device: torch.device) -> tuple[ModuleType, object]:
     """Find a CUDA device in NVML: the module pynvml, initialized, and its handle of the device."""
     import torch
 

@@ -77,7 +77,7 @@ class ElementDifferences:
 def compare_models(
     reference: Callable[[torch.Tensor], object],
     others: Sequence[Callable[[torch.Tensor], object]],
-    loader: Iterable[Any],
+    loader: Iterable[tuple],
     device: torch.device,
     names: Mapping[int, str] | None = None,
     rtol: float = 1e-3,

@@ -3,7 +3,6 @@
 import json
 import math
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 import torch
@@ -58,7 +57,7 @@ def beyond_limits(comparison: Comparison, limits: Limits) -> list[str]:
 Outputs = torch.Tensor | Sequence  # of a model: a tensor, two, or detections of each image
 
 
-def _finite(value: object) -> Any:
+def _finite(value: object) -> Comparison:
     """Replace the numbers in plain values that are not finite by None."""
     return json.loads(json.dumps(value), parse_constant=lambda _: None)
 

@@ -15,7 +15,7 @@ from utils.general import coco80_to_coco91_class, scale_boxes, xywh2xyxy, xyxy2x
 from utils.metrics import ap_per_class, box_iou
 from utils.segment.general import mask_iou, scale_image
 
-from utils.qat.backends.detections import Detections, Truth
+from utils.qat.backends.detections import Detections, Placement, Truth
 from utils.qat.core.errors import QatError
 from utils.qat.core.log import LOGGER
 from utils.qat.data.dataset import Data
@@ -54,7 +54,7 @@ def result_rows(native: torch.Tensor, path: str | Path, categories: Sequence[int
 Matches = tuple[str, tuple[np.ndarray, ...]]
 
 
-def add_masks(rows: list[dict[str, object]], masks: Masks, shape: Sequence[Any]) -> None:
+def add_masks(rows: list[dict[str, object]], masks: Masks, shape: Placement) -> None:
     """Add the mask to each row of an image, in place, as run lengths at the size of the original image.
 
     `shape` is the image's element of Truth.shapes.

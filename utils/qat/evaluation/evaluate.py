@@ -5,7 +5,6 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import torch
 from utils.general import coco80_to_coco91_class
@@ -39,7 +38,7 @@ def evaluate(
     conf_thres: float = 0.001,
     iou_thres: float = 0.7,
     max_det: int = 300,
-    progress: Callable[..., Iterable[Any]] | None = None,
+    progress: Callable[..., Iterable[tuple]] | None = None,
     annotations: Path | None = None,
     predictions_file: Path | None = None,
     resample: bool = False,

@@ -3,8 +3,8 @@
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -232,17 +232,16 @@ def score_file(config: EvalConfig, load_model: Load, resample: bool) -> Score:
         LOGGER.info(f'{config.weights} on {describe(device)}, images {seen}')
         warn_of_threshold(predict, config)
 
-        def scored(model: Model, text: str, **options: Any) -> Any:
-            thresholds = config.conf_thres, config.iou_thres
-            options.update(progress=lambda it: bar(it, text), resample=resample)
-            return evaluate(model, loader, data.names, device, *thresholds, **options)
-
+        how, shown = (loader, data.names, device, config.conf_thres, config.iou_thres), partial(bar, text='evaluating')
         predictions = folder / 'predictions.json' if config.save_json else None
-        metrics = scored(predict, 'evaluating', annotations=data.annotations, predictions_file=predictions)
+        metrics = evaluate(
+            predict, *how, progress=shown, annotations=data.annotations, predictions_file=predictions, resample=resample
+        )
         if nothing := finds_nothing(metrics):
             LOGGER.warning(f'{config.weights}: {nothing}')
-        before = scored(baseline, 'evaluating the baseline') if baseline else None
-        if before and isinstance(metrics, ClassMetrics):
+        shown = partial(bar, text='evaluating the baseline')
+        before = evaluate(baseline, *how, progress=shown, resample=resample) if baseline else None
+        if isinstance(before, ClassMetrics) and isinstance(metrics, ClassMetrics):
             vars(metrics).update(distance(metrics.scores, before.scores))
         score = Score(config, folder, device, seen, metrics, before)
         if isinstance(predict, FileModel) or predict.recipe:

@@ -7,7 +7,6 @@ another model has. For a classifier a line has a class.
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -237,8 +236,9 @@ def _draw_box(axes: Axes, detection: Found, mark: str, labels: list[tuple[float,
     """Draw a box and its rank, beside other labels at the same corner and inside the picture, and add its place to `labels`."""
     x1, y1, x2, y2 = detection.box or [0.0] * 4
     strong = mark != SAME
-    style: dict[str, Any] = {'linewidth': 2.2 if strong else 1.2, 'linestyle': '--' if mark == LOST else '-'}
-    axes.add_patch(Rectangle((x1, y1), x2 - x1, y2 - y1, fill=False, edgecolor=COLOURS[mark], **style))
+    line, style = 2.2 if strong else 1.2, '--' if mark == LOST else '-'
+    edge = Rectangle((x1, y1), x2 - x1, y2 - y1, fill=False, edgecolor=COLOURS[mark], linewidth=line, linestyle=style)
+    axes.add_patch(edge)
     width = axes.get_xlim()[1]
     size = LABEL * max(width, axes.get_ylim()[0])
     x = min(x1, width - size)

@@ -6,11 +6,12 @@ All code that depends on the task of a network is in utils/qat/tasks/.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from importlib import import_module
 from pathlib import Path
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from utils.qat.core.errors import QatError
@@ -60,7 +61,7 @@ class Task(ABC):
         return path
 
     @abstractmethod
-    def load_data(self, file: Path, model: object, flag: str = '--data', names_from: str | None = None) -> Any:
+    def load_data(self, file: Path, model: Any, flag: str = '--data', names_from: str | None = None) -> Any:
         """Read and check the data for a `model` with nc, names and kind: a dataset.Data or image_folders.ImageFolders.
 
         names_from: see dataset.load_data.
@@ -71,7 +72,7 @@ class Task(ABC):
         """Raise QatError unless the evaluation images of `file` have labels."""
 
     @abstractmethod
-    def labelled(self, config: LabelledConfig, model: object, imgsz: Sides) -> Labelled:
+    def labelled(self, config: LabelledConfig, model: Any, imgsz: Sides) -> Labelled:
         """Open the labelled images of a command that takes any file, such as compare_outputs.py."""
 
     @abstractmethod
@@ -100,7 +101,7 @@ class Task(ABC):
         """Return the number of classes of an exported file from the shapes of its outputs."""
 
     @abstractmethod
-    def predictions(self, output: object) -> Any:
+    def predictions(self, output: Any) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
         """Extract the predictions from the output of a network in eval mode."""
 
     @abstractmethod
@@ -124,7 +125,7 @@ class Task(ABC):
     # ---- comparisons
 
     @abstractmethod
-    def comparing(self) -> Any:
+    def comparing(self) -> ModuleType:
         """Return the module that compares models: Differences, details, scores_table, in_a_clause, beyond_limits, limits_text."""
 
     @abstractmethod
@@ -136,7 +137,7 @@ class Task(ABC):
 class Labelled:
     """Labelled images for a model: batches, class names, and the mean and deviation of the normalization."""
 
-    loader: Any
+    loader: Iterable[tuple]
     names: Mapping[int, str]
     mean: Sequence[float] = (0.0, 0.0, 0.0)
     std: Sequence[float] = (1.0, 1.0, 1.0)

@@ -108,7 +108,7 @@ class Classification(Task):
     def classes_in(self, shapes: Sequence[Sequence[int]]) -> int:
         return shapes[0][1]  # of scores [B, classes]
 
-    def predictions(self, output: object) -> object:
+    def predictions(self, output: torch.Tensor | tuple) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
         return output
 
     def label_loss(self, model: Network, weight: float) -> Callable[..., torch.Tensor]:

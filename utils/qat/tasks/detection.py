@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from utils.qat.core.upstream import Network
     from utils.qat.data.dataset import Data
     from utils.qat.evaluation.detection_scores import Scorer
+    from utils.qat.evaluation.score_file import Model
     from utils.qat.evaluation.side_by_side import Line
 
 
@@ -43,7 +44,7 @@ class Detection(Task):
         """Tell whether `path` is a file; Path.is_file raises an error for a name that is too long."""
         return os.path.isfile(path)
 
-    def load_data(self, file: Path, model: Any, flag: str = '--data', names_from: str | None = None) -> Data:
+    def load_data(self, file: Path, model: Model, flag: str = '--data', names_from: str | None = None) -> Data:
         from utils.qat.data.dataset import images_alone, load_data
 
         if any(child.is_dir() for child in file.glob('train/*')):  # a folder for each class
@@ -60,7 +61,7 @@ class Detection(Task):
 
         Loaders(load_data(file), LoaderConfig(workers=0), 32).scored(square=True)
 
-    def labelled(self, config: LabelledConfig, model: Any, imgsz: Sides) -> Labelled:
+    def labelled(self, config: LabelledConfig, model: Model, imgsz: Sides) -> Labelled:
         """Open the val images of a data YAML, letterboxed to `imgsz` as in `qat.py eval --square`."""
         from utils.qat.data.loaders import labelled_images
 
@@ -80,7 +81,7 @@ class Detection(Task):
     def classes_in(self, shapes: Sequence[Sequence[int]]) -> int:
         return shapes[0][1] - 4  # of predictions [B, 4 + classes, N]
 
-    def predictions(self, output: Any) -> object:
+    def predictions(self, output: torch.Tensor | tuple) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
         """Return the predictions [B, 4 + classes, N]; the rest is for training."""
         return output[0]
 

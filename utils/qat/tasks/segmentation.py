@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from utils.qat.tasks.detection import Detection
 
@@ -25,7 +25,7 @@ class Segmentation(Detection):
     def classes_in(self, shapes: Sequence[Sequence[int]]) -> int:
         return super().classes_in(shapes) - shapes[1][1]  # of prototypes [B, nm, H / 4, W / 4]
 
-    def predictions(self, output: Any) -> Any:
+    def predictions(self, output: torch.Tensor | tuple) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the predictions [B, 4 + classes + nm, N] and the prototypes."""
         predictions, rest = output
         return predictions, rest[-1]

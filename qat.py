@@ -234,14 +234,14 @@ VERBS: dict[str, tuple[type, str]] = {  # name → its settings, help
 }
 
 
-def main(argv: Sequence[str] | None = None, **needs: Any) -> int | None:
+def main(argv: Sequence[str] | None = None, only_task: str | None = None) -> int | None:
     """Run a verb, and return the exit code of `ship`.
 
     Args:
         argv: None = the words of this process.
-        **needs: only_task: refuse a model of another task.
+        only_task: refuse a model of another task.
     """
-    configs: list[Any] = [replace(config, **needs) for config in parse_args(argv)]
+    configs: list[Any] = [replace(c, only_task=only_task or c.only_task) for c in parse_args(argv)]
     config = configs[0]
     if isinstance(config, QuantizeConfig) and config.dry_run:
         dry_run(config)

@@ -8,12 +8,11 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import cv2
 import numpy as np
 import torch
-from torchvision.transforms import Normalize
+from torchvision.transforms import Compose, Normalize
 from utils.augmentations import IMAGENET_MEAN, IMAGENET_STD, CenterCrop, ToTensor
 from utils.dataloaders import IMG_FORMATS
 
@@ -106,7 +105,7 @@ def load_image_folders(folder: Path, names: Mapping[int, str], flag: str = '--da
 def read_bgr(file: str) -> np.ndarray:
     """Read an image by OpenCV: BGR, uint8 [H, W, 3]. Raises QatError if it cannot be read."""
     try:
-        image: Any = cv2.imread(file)
+        image = cv2.imread(file)
     except cv2.error as e:  # such as too many pixels
         raise unreadable(file, e) from e
     if image is None:
@@ -121,7 +120,7 @@ class ClassImages:
 
     def __init__(self, files: Sequence[tuple[str, int]], config: LoaderConfig) -> None:
         self.im_files, self.labels = [file for file, _ in files], [label for _, label in files]
-        self.prepare = (CenterCrop(config.imgsz), ToTensor(), normalized)
+        self.prepare = Compose([CenterCrop(config.imgsz), ToTensor(), normalized])
 
     def __len__(self) -> int:
         return len(self.im_files)
@@ -129,10 +128,7 @@ class ClassImages:
     def __getitem__(self, index: int) -> tuple[torch.Tensor, int, str]:
         """Return an image, FP32 [3, H, W], its class and its path."""
         path = self.im_files[index]
-        image: Any = read_bgr(path)
-        for step in self.prepare:
-            image = step(image)
-        return image, self.labels[index], path
+        return self.prepare(read_bgr(path)), self.labels[index], path
 
 
 def open_images(data: ImageFolders, split: str, config: LoaderConfig) -> ClassImages:

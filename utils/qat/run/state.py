@@ -75,10 +75,11 @@ def _file(value: object) -> bool:
     return type(value) is str and NAMED.fullmatch(value) is not None and not value.startswith('weights/.')
 
 
-def _shares(value: Any) -> bool:
+def _shares(value: object) -> bool:
     """Tell whether a value is a interval.resampled_ap."""
-    known = type(value) is np.ndarray and value.dtype == np.float64 and value.ndim == 2
-    return known and bool(((value >= 0) & (value <= 1)).all())
+    if type(value) is not np.ndarray or value.dtype != np.float64 or value.ndim != 2:
+        return False
+    return bool(((value >= 0) & (value <= 1)).all())
 
 
 SCORES = tuple(kind.kinds for kind in METRICS)
@@ -187,7 +188,7 @@ class State:
         """Return the fields as plain values, but for the arrays and tensors of `resampled` and `training`."""
         content = {name: _plain(value) for name, value in vars(self).items()}
         if self.adapted:
-            content['adapted'].setdefault('loss', None)  # of functions that need no learning
+            content['adapted'] = {**self.adapted.to_json(), 'loss': self.adapted.loss}  # of functions that need no learning
         return content
 
     @classmethod
@@ -209,7 +210,7 @@ class State:
         }
 
 
-def _plain(value: object) -> Any:
+def _plain(value: object) -> object:
     """Make plain values of a stage, of stages in a list and of stages in a dict."""
     if isinstance(value, dict):
         return {key: _plain(part) for key, part in value.items()}

@@ -7,7 +7,7 @@ check allows only names of layers, numbers, and the few words of YOLOv9's own fi
 import ast
 from collections.abc import Iterator
 from types import CodeType
-from typing import Any, NoReturn
+from typing import NoReturn
 
 from utils.qat.core.errors import QatError
 from utils.qat.untrusted.json_schema import NONE, between, items, misfit
@@ -84,7 +84,7 @@ def require_network(content: object, source: str) -> None:
             fail(f'layer {number}: {problem}, and upstream would run it as code or build no layer')
 
 
-def _is_plain(content: Any) -> bool:
+def _is_plain(content: object) -> bool:
     """Tell whether it has only plain values.
 
     A part that occurs twice, or inside itself, is checked once.
@@ -92,10 +92,11 @@ def _is_plain(content: Any) -> bool:
     waiting, visited = [content], set()
     while waiting:
         value = waiting.pop()
-        if id(value) not in visited and type(value) in (dict, list):
-            visited.add(id(value))
-            waiting += [*value, *value.values()] if type(value) is dict else value
-        elif type(value) not in (dict, list, str, int, float, bool, type(None)):
+        if type(value) is dict or type(value) is list:
+            if id(value) not in visited:
+                visited.add(id(value))
+                waiting += [*value, *value.values()] if type(value) is dict else value
+        elif type(value) not in (str, int, float, bool, type(None)):
             return False
     return True
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import datetime
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from utils.qat.core.errors import QatError
 from utils.qat.core.log import LOGGER
@@ -63,7 +63,7 @@ def require_names(model: Network, source: str) -> None:
 
     Raises QatError, which begins with `source`, if a name is too long or not printable.
     """
-    layers: Any = getattr(model, 'model', None)
+    layers = getattr(model, 'model', None)
     nc = getattr(layers[-1], 'nc', None) if layers is not None else None
     model.names = fitting(class_names(model.names, source), nc, source)  # upstream's attribute
     for path, _ in (*model.named_modules(), *model.named_parameters(), *model.named_buffers()):

@@ -43,7 +43,7 @@ class Values:
     """The builder of the values of one pickle. It builds each record once, also with several references."""
 
     # name of a function or class in the pickle → how its value is built from a Call
-    calls: ClassVar[Mapping[str, Callable[[Any, Call], object]]]
+    calls: ClassVar[Mapping[str, Callable[['Values', Call], object]]]
 
     def __init__(self, members: Mapping[str, memoryview] | None = None) -> None:
         """Start with the members of the archive that has the pickle, see torch_archive.Archive; None = without archive."""
@@ -218,7 +218,7 @@ def read_values(path: str | Path, flag: str) -> Any:
         raise QatError(f'{flag} {path}: not loaded: {e}') from e
 
 
-def array_state(values: Values, call: Call) -> Any:
+def array_state(values: Values, call: Call) -> tuple:
     """Return the state of a NumPy array: (1, shape, record of its dtype, whether it is Fortran-ordered, elements).
 
     Raises ValueError or TypeError if it is no array.

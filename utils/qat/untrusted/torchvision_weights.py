@@ -3,7 +3,6 @@
 import pickle
 import re
 from pathlib import Path
-from typing import Any
 from urllib.error import URLError
 
 import torch
@@ -31,7 +30,7 @@ def network_with(state: object, weights: Path) -> Network:
     Raises QatError if they are not of the network with which the name of the file starts.
     """
     name: object = network_of(weights)
-    known: Any = torchvision.models.get_model_weights(name).DEFAULT
+    known = torchvision.models.get_model_weights(name).DEFAULT
     if not isinstance(state, dict) or not all(isinstance(v, torch.Tensor) for v in state.values()):
         raise QatError(f'--weights {weights}: holds other things than the tensors of {name}, whose name it begins with')
     classes = next((len(v) for v in reversed(list(state.values())) if v.dim()), 0)

@@ -137,7 +137,7 @@ def quantize(config: QuantizeConfig, folder: Path | None) -> None:
     state, folder = run.state, run.folder
     seen = f'images {run.task.seen_as(run.config.imgsz, False)}'
     LOGGER.log(RESULT, '\n'.join(('', seen, '', run_table(state, brief=True), '', *conclusions(state), '')))
-    finish(export_of_run(folder, state.settings), report=folder / 'report.md', weights=folder / DELIVERED)
+    finish(export_of_run(folder, state), report=folder / 'report.md', weights=folder / DELIVERED)
 
 
 def sensitive(config: SensitiveConfig, folder: Path | None) -> None:

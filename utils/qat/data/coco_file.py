@@ -15,8 +15,8 @@ SIZE = {'width': between(1, 1e6), 'height': between(1, 1e6)}
 PACKED = re.compile('(?:[P-o]{0,6}[0-O])*')
 
 
-def _is_polygon(value: Any) -> bool:
-    return items(PIXELS, 6)(value) and len(value) % 2 == 0
+def _is_polygon(value: object) -> bool:
+    return type(value) is list and len(value) % 2 == 0 and items(PIXELS, 6)(value)
 
 
 def _is_packed(value: object) -> bool:

@@ -247,7 +247,7 @@ def open_dataset(
     masks: Mapping[str, Any] | None = None,
     labels: bool = True,
     **options: Any,
-) -> object:
+) -> BoxDataset | MaskDataset:
     """Open upstream's dataset over the images of a data YAML, and check its labels.
 
     `split` is 'train', 'val' or 'held out' (training images that `data.val_split` removes from 'train'). `masks` are

@@ -12,6 +12,7 @@ from pathlib import Path
 import cv2
 import numpy as np
 import torch
+from torch.utils.data import Dataset
 from torchvision.transforms import Compose, Normalize
 from utils.augmentations import IMAGENET_MEAN, IMAGENET_STD, CenterCrop, ToTensor
 from utils.dataloaders import IMG_FORMATS
@@ -113,7 +114,7 @@ def read_bgr(file: str) -> np.ndarray:
     return image
 
 
-class ClassImages:
+class ClassImages(Dataset):
     """The images of class folders, prepared as in classify/val.py."""
 
     albumentations = None  # nothing is augmented, see loaders.Seeded

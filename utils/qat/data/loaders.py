@@ -15,14 +15,16 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch.utils.data import BatchSampler, DataLoader, Subset, get_worker_info
+from torch.utils.data import BatchSampler, DataLoader, Dataset, Subset, get_worker_info
 from utils.dataloaders import LoadImagesAndLabels
 
 from utils.qat.config.common import LabelledConfig, LoaderConfig
 from utils.qat.config.settings import Sides
 from utils.qat.core.errors import QatError
-from utils.qat.data.dataset import Data, open_dataset, require_labels, warn_of_flat
-from utils.qat.data.image_folders import ImageFolders, open_images
+from utils.qat.data.dataset import BoxDataset, Data, MaskDataset, open_dataset, require_labels, warn_of_flat
+from utils.qat.data.image_folders import ClassImages, ImageFolders, open_images
+
+Opened = BoxDataset | MaskDataset | ClassImages
 
 FEW = 8  # images that are looked at before a calibration
 WITHOUT = 'labels are not needed by qat.py quantize --epochs 0 and qat.py sensitive --metric distortion'
@@ -54,7 +56,7 @@ class Loader(DataLoader):
 
     dataset: Any  # upstream's, which has no types, or a Subset of it
 
-    def __init__(self, dataset: Any, config: LoaderConfig, batches: Iterable[list], world: int = 1) -> None:
+    def __init__(self, dataset: Dataset, config: LoaderConfig, batches: Iterable[list], world: int = 1) -> None:
         """Load `batches` of indices, in one of `world` processes that load at once."""
         workers = min(config.workers, max(1, (os.cpu_count() or 1) // world), config.batch_size)
         super().__init__(
@@ -68,7 +70,7 @@ class Loader(DataLoader):
         )
         self.config = config
 
-    def __iter__(self) -> Iterator[Any]:  # type: ignore[override]  # PyTorch's own iterator is private
+    def __iter__(self) -> Iterator[tuple]:  # type: ignore[override]  # PyTorch's own iterator is private
         before = signal.getsignal(signal.SIGCHLD)
         try:
             batches = super().__iter__()
@@ -79,7 +81,7 @@ class Loader(DataLoader):
             raise RuntimeError('DataLoader worker was killed while it handed over a batch') from e
 
 
-def unshuffled(dataset: Any, config: LoaderConfig, shard: tuple[int, int] = (0, 1)) -> Loader:
+def unshuffled(dataset: Opened | Subset, config: LoaderConfig, shard: tuple[int, int] = (0, 1)) -> Loader:
     """Make batches of a dataset in its order. shard: (rank, world), for the batches rank, rank + world, ..."""
     rank, world = shard
     batches = list(BatchSampler(range(len(dataset)), config.batch_size, drop_last=False))
@@ -129,7 +131,7 @@ class Images:
             yield (images, labels.to(self.device, non_blocking=True)) if self.labels else images
 
 
-class Seeded:
+class Seeded(Dataset):
     """A dataset over pairs (index, seed): `dataset[index]` with its random numbers seeded in 0..2^32 - 1."""
 
     def __init__(self, dataset: LoadImagesAndLabels) -> None:
@@ -257,7 +259,7 @@ class Loaders:
 
     def _open(
         self, split: str, masks: Mapping[str, object] | None = None, labels: bool = True, **options: object
-    ) -> Any:
+    ) -> Opened:
         """Open the dataset of a split, see dataset.open_dataset; `masks` are settings of masks, if the data has any."""
         if isinstance(self.data, ImageFolders):
             return open_images(self.data, split, self.config)
@@ -266,10 +268,12 @@ class Loaders:
         )
 
 
-def labelled_images(data: Data | ImageFolders, config: LabelledConfig, model: Any, imgsz: Sides) -> Loader:
+def labelled_images(
+    data: Data | ImageFolders, config: LabelledConfig, imgsz: Sides, stride: int, device: torch.device
+) -> Loader:
     """Make the batches of a command that takes any file: the val images as in `qat.py eval --square`."""
-    settings = LoaderConfig(batch_size=config.batch_size, imgsz=imgsz, workers=config.workers, device=model.device.type)
-    return Loaders(data, settings, model.stride).scored(square=True, limit=config.images or None)
+    settings = LoaderConfig(batch_size=config.batch_size, imgsz=imgsz, workers=config.workers, device=device.type)
+    return Loaders(data, settings, stride).scored(square=True, limit=config.images or None)
 
 
 def random_images(number: int, batch_size: int, imgsz: Sides, seed: int) -> Iterator[tuple]:

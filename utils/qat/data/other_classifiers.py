@@ -3,10 +3,9 @@
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
+import torch
 from PIL import Image
-from torch.utils.data import DataLoader
 
 from utils.qat.config.common import LabelledConfig, LoaderConfig
 from utils.qat.config.settings import Sides
@@ -14,7 +13,7 @@ from utils.qat.core.errors import QatError
 from utils.qat.core.files import require_file
 from utils.qat.core.text import visible
 from utils.qat.data.dataset import require_images, unreadable
-from utils.qat.data.loaders import spread, unshuffled
+from utils.qat.data.loaders import Loader, spread, unshuffled
 from utils.qat.untrusted.names import class_names
 
 LARGEST_LIST = 1_000_000  # bytes of --classes
@@ -72,7 +71,9 @@ def read_rgb(file: str) -> Image.Image:
         raise unreadable(file, e or type(e).__name__) from e
 
 
-def class_images(config: LabelledConfig, imgsz: Sides, model: Any) -> DataLoader:
+def class_images(
+    config: LabelledConfig, imgsz: Sides, nc: int, names: Mapping[int, str], device: torch.device
+) -> Loader:
     """Make batches for a third-party classifier from a folder with a folder of images for each class.
 
     The shorter side of an image is resized to the longer side of imgsz / 0.875, the usual evaluation of classifiers, then
@@ -103,7 +104,7 @@ def class_images(config: LabelledConfig, imgsz: Sides, model: Any) -> DataLoader
         ) from e
     require_images((path for path, _ in dataset.samples), '--data', Path(config.data or ''))
     class_names(dataset.classes, f'--data {config.data}')
-    outputs = outputs_of(dataset.classes, model.nc, model.names, config.classes, config.data)
+    outputs = outputs_of(dataset.classes, nc, names, config.classes, config.data)
     dataset.target_transform = outputs.__getitem__
-    settings = LoaderConfig(batch_size=config.batch_size, workers=config.workers, device=model.device.type)
+    settings = LoaderConfig(batch_size=config.batch_size, workers=config.workers, device=device.type)
     return unshuffled(spread(dataset, config.images) if config.images else dataset, settings)

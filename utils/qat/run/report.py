@@ -3,7 +3,6 @@
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
@@ -221,9 +220,9 @@ def conclusions(state: State) -> list[str]:
     return [*said, f'({EXPLAINED}.)'] if against or gain else said
 
 
-def export_of_run(folder: Path, settings: Mapping[str, Any]) -> str:
-    """Make the command that exports the checkpoint of a finished run with these settings to the file of its target."""
-    return export_command(folder / DELIVERED, settings['imgsz'], TARGETS[settings['target']].include)
+def export_of_run(folder: Path, state: State) -> str:
+    """Make the command that exports the checkpoint of a finished run to the file of its target."""
+    return export_command(folder / DELIVERED, state.settings['imgsz'], TARGETS[state.settings['target']].include)
 
 
 def calibration_text(calibration: Calibration) -> str:
@@ -261,7 +260,7 @@ def write_report(folder: Path, state: State, task: Task, finished: bool = True) 
     """Write report.json and report.md, and for a finished run its pictures; that of an unfinished one says so, and how to go on."""
     settings, scored, best = state.settings, state.scored(), state.best
     write_json(folder / 'report.json', {**state.report(), 'finished': finished})
-    following = export_of_run(folder, settings) if finished else repeated('qat.py', 'quantize', '--resume', folder)
+    following = export_of_run(folder, state) if finished else repeated('qat.py', 'quantize', '--resume', folder)
     seen = f'; scored {task.seen_as(settings["imgsz"], False)}' if scored else ''
     images = ', '.join(f'{n} of {name}' for name, n in state.images.items())
     made = [state.best_file] * bool(best) + [stage.file for _, stage in state.models() if stage.file]

@@ -125,7 +125,7 @@ def _unlike_resamples(state: State) -> str | None:
 def _config(folder: Path, settings: Mapping[str, Any]) -> QuantizeConfig:
     """Make the QuantizeConfig of a state, with the same checks as for typed options."""
     paths = {f.name for f in fields(QuantizeConfig) if kind_of(f.type)[0] is Path}
-    values: dict[str, Any] = {k: Path(v) if v is not None and k in paths else v for k, v in settings.items()}
+    values = {**settings, **{k: Path(settings[k]) for k in paths if settings.get(k) is not None}}
     try:
         return QuantizeConfig(**values)
     except QatError as e:

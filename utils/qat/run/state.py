@@ -188,7 +188,8 @@ class State:
         """Return the fields as plain values, but for the arrays and tensors of `resampled` and `training`."""
         content = {name: _plain(value) for name, value in vars(self).items()}
         if self.adapted:
-            content['adapted'] = {**self.adapted.to_json(), 'loss': self.adapted.loss}  # of functions that need no learning
+            loss = {'loss': self.adapted.loss}  # None of functions that need no learning
+            content['adapted'] = self.adapted.to_json() | loss
         return content
 
     @classmethod

@@ -65,9 +65,10 @@ class Classification(Task):
         from utils.qat.data.other_classifiers import class_images
 
         if not model.by_toolkit:
-            return Labelled(class_images(config, imgsz, model), model.names, config.mean, config.std)
+            loader = class_images(config, imgsz, model.nc, model.names, model.device)
+            return Labelled(loader, model.names, config.mean, config.std)
         data = self.load_data(Path(config.data or ''), model)
-        return Labelled(labelled_images(data, config, model, imgsz), model.names, MEAN, STD)
+        return Labelled(labelled_images(data, config, imgsz, model.stride, model.device), model.names, MEAN, STD)
 
     def seen_as(self, imgsz: Sequence[int], square: bool) -> str:
         return f'as their middle in {imgsz[0]} x {imgsz[1]}'

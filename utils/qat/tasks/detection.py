@@ -66,7 +66,7 @@ class Detection(Task):
         from utils.qat.data.loaders import labelled_images
 
         data = self.load_data(Path(config.data or ''), model, names_from=config.names_from)
-        return Labelled(labelled_images(data, config, model, imgsz), data.names)
+        return Labelled(labelled_images(data, config, imgsz, model.stride, model.device), data.names)
 
     def seen_as(self, imgsz: Sequence[int], square: bool) -> str:
         height, width = imgsz

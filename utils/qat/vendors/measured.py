@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -33,6 +33,7 @@ WHERE = {  # the only type of a device → why a backend cannot run on another
 
 Inputs = dict[str, tuple[torch.dtype, tuple[int, ...]]]  # name → type and shape
 OpenInputs = dict[str, tuple[torch.dtype, tuple[int | None, ...]]]  # likewise, with None for an axis that is open
+Kind = TypeVar('Kind')
 BATCHES = (1, 4, 8, 12)  # measured where a file takes any
 
 
@@ -75,7 +76,7 @@ def fixed_batch(inputs: OpenInputs) -> int | None:
     return batched[0][0] if batched and all(shape[0] for shape in batched) else None
 
 
-def input_type(file: Path, name: str, kind: object, to_numpy: Callable[[Any], object]) -> torch.dtype:
+def input_type(file: Path, name: str, kind: Kind, to_numpy: Callable[[Kind], object]) -> torch.dtype:
     """Return the type of an input. to_numpy: type of the file's library → type of NumPy."""
     try:
         return torch.from_numpy(np.empty(0, to_numpy(kind))).dtype

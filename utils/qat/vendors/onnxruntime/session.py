@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import onnx
 import torch
@@ -40,12 +40,12 @@ def onnx_session(
     source: str | bytes,
     device: torch.device = torch.device('cpu'),
     entries: dict[str, str] = AS_WRITTEN,
-    threads: int | None = None,
+    threads: int = 0,
     **settings: str,
 ) -> onnxruntime.InferenceSession:
     """Load a file by its name, or a serialized model; on the CPU if ONNX Runtime has no CUDA.
 
-    `entries` are those of the session's configuration: by default Q and DQ are computed as written. `threads` are on a CPU, None =
+    `entries` are those of the session's configuration: by default Q and DQ are computed as written. `threads` are on a CPU, 0 =
     ONNX Runtime's choice; `settings` are of its CUDA provider. Raises what ONNX Runtime raises: its exceptions share no public base.
     """
     import onnxruntime as ort
@@ -72,12 +72,14 @@ def run_graph(model: onnx.ModelProto, values: Mapping[str, torch.Tensor]) -> lis
 class OnnxRuntime(Session):
     """An .onnx file in ONNX Runtime."""
 
-    def __init__(self, file: Path, device: torch.device, entries: dict[str, str] = AS_WRITTEN, **options: Any) -> None:
-        """Load the file. entries, options: see `onnx_session`."""
+    def __init__(
+        self, file: Path, device: torch.device, entries: dict[str, str] = AS_WRITTEN, threads: int = 0, **settings: str
+    ) -> None:
+        """Load the file. entries, threads, settings: see `onnx_session`."""
         super().__init__(file, device)
         require_bounded(file)
         try:
-            self.session = onnx_session(str(file), device, entries, **options)
+            self.session = onnx_session(str(file), device, entries, threads, **settings)
         except Exception as e:  # onnxruntime's exceptions share no public base class
             raise self.refused(e, 'load') from e
 
@@ -126,11 +128,10 @@ class MeasuredOnnxRuntime(Measured):
 
     @override
     def open(self, measurement: Measurement, file: Path, conditions: Conditions) -> OnnxRuntime:
-        options: dict[str, object] = {'threads': torch.get_num_threads()}  # as many as PyTorch has
-        if self.stream:
-            options['user_compute_stream'] = str(self.stream.cuda_stream)
+        threads = torch.get_num_threads()  # as many as PyTorch has
+        settings = {'user_compute_stream': str(self.stream.cuda_stream)} if self.stream else {}
         try:
-            session = OnnxRuntime(file, self.device, {}, **options)
+            session = OnnxRuntime(file, self.device, {}, threads, **settings)
             self.types = SIMULATED if session.notes else self.types
             return session
         except QatError:
@@ -138,7 +139,7 @@ class MeasuredOnnxRuntime(Measured):
                 raise
         # FP16 scales: its fused Concat does not load (1.31)
         self.types = f'{self.types}, Q/DQ not fused'
-        return OnnxRuntime(file, self.device, AS_WRITTEN, **options)
+        return OnnxRuntime(file, self.device, AS_WRITTEN, threads, **settings)
 
     @classmethod
     @override

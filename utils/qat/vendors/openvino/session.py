@@ -6,7 +6,7 @@ import time
 from collections.abc import Mapping, Sequence
 from functools import cache, cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -81,7 +81,7 @@ class OpenVINO(Session):
         self.model = read_model(file)
         self.quantized = quantized_convs(self.model)
         hint, self.types = HINTS['int8' if any(self.quantized.values()) else precision]
-        self.settings: dict[str, Any] = {
+        self.settings: dict[str, object] = {
             'INFERENCE_PRECISION_HINT': hint,
             'INFERENCE_NUM_THREADS': torch.get_num_threads(),  # as many as PyTorch has
             **(settings or {}),
@@ -100,7 +100,7 @@ class OpenVINO(Session):
         """Return version, precision and threads, how much runs in INT8, and whether widths are padded."""
         version = self.library.get_version().split('-')[0]
         threads = self.settings['INFERENCE_NUM_THREADS']
-        said = f'OpenVINO {version}, {self.types}, {threads} thread{"s" * (threads > 1)}'
+        said = f'OpenVINO {version}, {self.types}, {threads} thread{"s" * (threads != 1)}'
         padded = padded_note(metadata(self.model), 'openvino')
         return [said, *[str(self.int8)] * (self.int8 is not None), *[OVERFLOW] * self.saturates, *padded]
 
@@ -206,7 +206,7 @@ class MeasuredOpenVINO(Measured):
         self.session.infer({name: tensor.numpy() for name, tensor in self.inputs.items()})
 
     @cached_property
-    def queue(self) -> Any:
+    def queue(self) -> openvino.AsyncInferQueue:
         """Return the streams, as OpenVINO recommends for throughput."""
         compiled = self.session.compile('THROUGHPUT')
         self.streams = compiled.get_property('NUM_STREAMS')

@@ -6,7 +6,7 @@ No copy goes through the host. All three versions have the functions that are ca
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -194,7 +194,7 @@ class TensorRT(Session):
         inspector = self.engine.create_engine_inspector()
         return json.loads(inspector.get_engine_information(self.trt.LayerInformationFormat.JSON))
 
-    def profile(self, tensors: dict[str, torch.Tensor]) -> list[dict[str, Any]]:
+    def profile(self, tensors: dict[str, torch.Tensor]) -> Sequence[Mapping[str, object]]:
         """Measure the time of every layer, one after the other, in the format of trtexec --exportProfile."""
         trt: Any = self.trt
         times: dict[str, list[float]] = {}

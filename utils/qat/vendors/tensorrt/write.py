@@ -9,7 +9,6 @@ from collections.abc import Callable, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from types import ModuleType
-from typing import Any
 
 import torch
 from typing_extensions import override
@@ -91,7 +90,7 @@ def write_engine(path: Path, engine: bytes, built_by: str, check: Callable[[Path
 
 
 def compile_settings(
-    tt: Any, device: torch.device, smallest: Sequence[int], largest: Sequence[int], workspace: int, path: Path
+    tt: ModuleType, device: torch.device, smallest: Sequence[int], largest: Sequence[int], workspace: int, path: Path
 ) -> dict[str, object]:
     """Return the arguments that both compilers of Torch-TensorRT (`tt`) take.
 

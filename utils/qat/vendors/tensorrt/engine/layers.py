@@ -19,7 +19,6 @@ from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 from utils.qat.core.errors import QatError
 from utils.qat.core.files import require_file
@@ -133,7 +132,7 @@ def dtype(text: str) -> str:
     return TYPES[match[1].lower()] if match else ''
 
 
-def _load(path: Path, flag: str) -> Any:
+def _load(path: Path, flag: str) -> object:
     require_file(path, flag)
     try:
         return _visible(json.loads(path.read_text(encoding='utf-8')))
@@ -155,8 +154,8 @@ def _visible(content: object) -> object:
     )
 
 
-def _texts(raw: dict[str, Any], *keys: str) -> list[str]:
-    return [raw[key] for key in keys if isinstance(raw.get(key), str)]
+def _texts(raw: dict[str, object], *keys: str) -> list[str]:
+    return [text for key in keys if isinstance(text := raw.get(key), str)]
 
 
 def _tensor(raw: object) -> Tensor:
@@ -171,9 +170,9 @@ def _tensor(raw: object) -> Tensor:
     )
 
 
-def _layer(raw: dict[str, Any], index: int) -> Layer:
+def _layer(raw: dict[str, object], index: int) -> Layer:
     def tensors(key: str) -> list[Tensor]:
-        return [_tensor(t) for t in raw[key]] if isinstance(raw.get(key), list) else []
+        return [_tensor(t) for t in given] if isinstance(given := raw.get(key), list) else []
 
     def text(key: str) -> str:
         return next(iter(_texts(raw, key)), '')
@@ -214,8 +213,8 @@ def read_layers(path: Path) -> Engine:
     raw = _load(path, '--layer')
     if isinstance(raw, list) and any(isinstance(row, dict) and ('averageMs' in row or 'count' in row) for row in raw):
         raise QatError(f'--layer {path}: a profile (times of layers), to be given as --profile; {EXPORT}')
-    raw = {'Layers': raw} if isinstance(raw, list) else raw
-    rows = raw.get('Layers') if isinstance(raw, dict) else None
+    raw = raw if isinstance(raw, dict) else {'Layers': raw}
+    rows = raw.get('Layers')
     if not isinstance(rows, list) or not all(isinstance(row, (dict, str)) for row in rows):
         raise QatError(f'--layer {path}: no layer information of an engine; {EXPORT}')
     if not rows:

@@ -9,7 +9,6 @@ import re
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from typing import Any
 
 import onnx
 
@@ -128,10 +127,10 @@ def audit(model: onnx.ModelProto, checks: Rules = CHECKS) -> Audit:
     )
 
 
-def coverage(audit: Audit) -> dict[str, dict[str, Any]]:
+def coverage(audit: Audit) -> dict[str, dict[str, float | None]]:
     """Count convolutions and FLOPs in INT8: {'convs' and 'flops': {'int8', 'all', 'ratio'}}; None = unknown or none."""
 
-    def share(int8_values: Sequence[int | None], all_values: Sequence[int | None]) -> dict[str, object]:
+    def share(int8_values: Sequence[int | None], all_values: Sequence[int | None]) -> dict[str, float | None]:
         part, whole = (None if None in values else sum(filter(None, values)) for values in (int8_values, all_values))
         return {'int8': part, 'all': whole, 'ratio': None if part is None or not whole else part / whole}
 
@@ -173,7 +172,7 @@ def audit_text(audit: Audit, limit: int | None = None) -> str:
         rows.append(
             [
                 what,
-                *('-' if share[k] is None else f'{share[k] / unit:.{digits}f}' for k in ('int8', 'all')),
+                *('-' if (n := share[k]) is None else f'{n / unit:.{digits}f}' for k in ('int8', 'all')),
                 number(share['ratio'], '.1%'),
             ]
         )

@@ -1,7 +1,6 @@
 """The decoding of boxes in an ONNX graph."""
 
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 from onnx import ModelProto, NodeProto, helper, numpy_helper
@@ -39,16 +38,16 @@ def _product(model: ModelProto, scaled: NodeProto, logits: str, bins: np.ndarray
     }
     model.graph.initializer.extend(numpy_helper.from_array(value, name) for name, value in stored.items())
     matrix, shape, zero = stored
-    steps: Sequence[tuple[str, list[str], dict[str, Any]]] = (
-        ('Softmax', [logits], {'axis': 2}),
-        ('Reshape', [f'{base}/Softmax', shape], {}),
-        ('MatMul', [matrix, f'{base}/Reshape'], {}),
-        ('Mul', [anchors, zero], {}),
-        ('Concat', [anchors, f'{base}/Mul'], {'axis': 1}),  # what the anchors add to x, y, width and height
-        ('Add', [f'{base}/MatMul', f'{base}/Concat'], {}),
+    steps: Sequence[tuple[str, list[str], int | None]] = (
+        ('Softmax', [logits], 2),
+        ('Reshape', [f'{base}/Softmax', shape], None),
+        ('MatMul', [matrix, f'{base}/Reshape'], None),
+        ('Mul', [anchors, zero], None),
+        ('Concat', [anchors, f'{base}/Mul'], 1),  # what the anchors add to x, y, width and height
+        ('Add', [f'{base}/MatMul', f'{base}/Concat'], None),
     )
     scaled.input[0] = f'{base}/Add'
-    return [helper.make_node(op, given, [f'{base}/{op}'], f'{base}/{op}', **how) for op, given, how in steps]
+    return [helper.make_node(op, given, [f'{base}/{op}'], f'{base}/{op}', axis=axis) for op, given, axis in steps]
 
 
 def _decoding(

@@ -6,7 +6,6 @@ float graph. Inputs, outputs and metadata are those of the ONNX file.
 
 import json
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.nn as nn
@@ -36,8 +35,7 @@ class Deployed(nn.Module):
     def __init__(self, model: Network, half: bool) -> None:
         super().__init__()
         # otherwise the head compares the batch with the last one, and the trace holds for this batch alone
-        head: Any = head_of(model)
-        head.shape = AnyBatch()
+        vars(head_of(model))['shape'] = AnyBatch()
         self.model, self.dtype = model.half() if half else model, torch.float16 if half else torch.float32
 
     def forward(self, images: torch.Tensor) -> tuple[torch.Tensor, ...]:

@@ -13,7 +13,6 @@ import operator
 import warnings
 from collections.abc import Sequence
 from contextlib import nullcontext
-from typing import Any
 
 import torch
 import torch.nn as nn
@@ -55,7 +54,7 @@ class Detector(nn.Module):
         if not half:
             return
         require_known_head(model, '--dtype fp16', 'give --dtype fp32')
-        head: Any = model.half().model[-1]
+        head = model.half().model[-1]
         head.dfl.float()
         last = [branch[-1] for name in DECODED for branch in getattr(head, name, ())]
         for layer in (*last, *([head.proto] if hasattr(head, 'proto') else ())):
@@ -96,9 +95,9 @@ def quantize_op_program(
 
 def amax_of(program: ExportedProgram, node: Node) -> torch.Tensor:
     """Return the amax of a `quantize_op` node as the quantizer keeps it, [] or [K]."""
-    source: Any = node.args[1]
+    source = node.all_input_nodes[1]
     while source.op != 'placeholder':  # the view of a weight's amax
-        source = source.args[0]
+        source = source.all_input_nodes[0]
     return program.state_dict[program.graph_signature.inputs_to_buffers[source.name]]
 
 

@@ -60,9 +60,8 @@ def traceable_copy(model: Network, inplace: bool = False) -> Network:
     `inplace`: whether the head decodes boxes in place.
     """
     model = deepcopy(model).float().eval().requires_grad_(False)
-    head: Any = head_of(model)  # a classifier's last layer reads none of these
-    head.export, head.inplace = True, inplace
-    head.shape = None  # so the anchors are computed anew, inside the trace
+    # A classifier's last layer reads none of these; without a shape the anchors are computed anew, inside the trace
+    vars(head_of(model)).update(export=True, inplace=inplace, shape=None)
     return model
 
 
@@ -164,7 +163,7 @@ class Reference:
         return Agreement(errors=errors, noise=noise, limit=limit)
 
 
-def metadata_of(model: Network, kept_float: Sequence[str] = (), target: str = DEFAULT_TARGET) -> dict[str, Any]:
+def metadata_of(model: Network, kept_float: Sequence[str] = (), target: str = DEFAULT_TARGET) -> dict[str, object]:
     """Return the metadata of an exported file: stride, class names, task, and settings that differ from their defaults.
 
     `kept_float` are paths of blocks that are float by choice; `target` is a key of TARGETS.

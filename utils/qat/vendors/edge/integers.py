@@ -4,14 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TypedDict
 
 import numpy as np
 
 from utils.qat.core.errors import QatError
 
 
-def with_integer_ends(file: Path, outputs: Sequence[str]) -> dict[str, Any]:
+class IntegerTensor(TypedDict):
+    """An input or output: a value is (integer - zero_point) * scale."""
+
+    shape: list[int]
+    type: str
+    scale: float
+    zero_point: int
+
+
+def with_integer_ends(file: Path, outputs: Sequence[str]) -> dict[str, IntegerTensor]:
     """Let a converted file take the pixels themselves, UINT8 `images`, in place, and name its outputs.
 
     Returns its inputs and outputs, for its reader: name → shape, type, scale and zero point. Raises QatError if an operator of it is in
@@ -38,7 +47,7 @@ def with_integer_ends(file: Path, outputs: Sequence[str]) -> dict[str, Any]:
     pixels.quantization.scale, pixels.quantization.zeroPoint = quantized.scale, np.array([0], np.int64)
     returned = sorted(signature.outputs, key=lambda each: each.name)
     graph.outputs = [each.tensorIndex for each in returned]
-    about = {}
+    about: dict[str, IntegerTensor] = {}
     for entry, name in zip((*signature.inputs, *returned), ('images', *outputs)):
         tensor = graph.tensors[entry.tensorIndex]
         entry.name = tensor.name = name.encode()

@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.nn as nn
@@ -24,7 +23,7 @@ from utils.qat.core.errors import QatError
 from utils.qat.core.files import atomic, write_json
 from utils.qat.core.upstream import Layer, Network
 from utils.qat.graph.passes import set_metadata
-from utils.qat.vendors.edge.integers import with_integer_ends
+from utils.qat.vendors.edge.integers import IntegerTensor, with_integer_ends
 from utils.qat.vendors.edge.session import BINS, JOINED, LAYOUTS, STRIDES, Edge, decode
 from utils.qat.vendors.litert.write import CPU, LiteRTFormat, PoolsAsConvolutions, append_metadata, write_module
 from utils.qat.vendors.load import open_file, open_session
@@ -103,7 +102,9 @@ def raw_model(model: Network, sigmoid: bool = False, spare: bool = False) -> Net
     return model.eval()
 
 
-def within_a_step(integers: dict[str, torch.Tensor], wanted: Sequence[torch.Tensor], tensors: dict[str, Any]) -> float:
+def within_a_step(
+    integers: dict[str, torch.Tensor], wanted: Sequence[torch.Tensor], tensors: dict[str, IntegerTensor]
+) -> float:
     """Compute the share of integers that are at most one step from those that PyTorch simulates."""
     near = [
         (values - simulated / tensors[name]['scale'] - tensors[name]['zero_point']).abs() < 1.5
@@ -113,7 +114,7 @@ def within_a_step(integers: dict[str, torch.Tensor], wanted: Sequence[torch.Tens
 
 
 def write_heads(
-    raw: Network, file: Path, reference: Reference, target: Target, opset: int, metadata: Mapping[str, Any]
+    raw: Network, file: Path, reference: Reference, target: Target, opset: int, metadata: Mapping[str, object]
 ) -> None:
     """Write a `raw_model` as an ONNX file with Q/DQ. Raises QatError if its predictions are not those of the reference."""
     names, images = LAYOUTS['heads'], reference.images
@@ -122,7 +123,7 @@ def write_heads(
         checked(set_metadata(graph, **metadata), tmp)
         computed = open_session(tmp, CPU, 'onnxruntime').run({'images': images})
         maps = {name: computed[name].permute(0, 2, 3, 1) for name in names}
-        predictions = decode(maps, images.shape[2:], metadata['sigmoid'])
+        predictions = decode(maps, images.shape[2:], bool(metadata['sigmoid']))
         reference.require_agreement(predictions, 'ONNX Runtime', 'FP32')
 
 
@@ -174,14 +175,14 @@ class EdgeFormat(LiteRTFormat):
         with atomic(file) as tmp:
             integer = EdgeProgram(on_integers(raw, stored=GriddedWeight), joined)
             write_module(integer, (1, *config.imgsz, 3), tmp, True, '--include edge')
-            about['tensors'] = with_integer_ends(tmp, names)
-            metadata = {**about, 'tensors': json.dumps(about['tensors'])}
+            about['tensors'] = tensors = with_integer_ends(tmp, names)
+            metadata = {**about, 'tensors': json.dumps(tensors)}
             append_metadata(tmp, metadata)
             opened = open_file(tmp, CPU, 'edge')
             agreement = reference.require_agreement(opened(reference.images), 'LiteRT', 'FP32')
             simulated = EdgeProgram(raw, joined)(reference.images.permute(0, 2, 3, 1))
             assert isinstance(opened.session, Edge)
-            near = within_a_step(opened.session.integers(), simulated, about['tensors'])
+            near = within_a_step(opened.session.integers(), simulated, tensors)
         for onnx_file in onnx:
             write_heads(raw, onnx_file, reference, export.target, config.opset, metadata)
         write_json(beside, about)

@@ -13,6 +13,7 @@ import zipfile
 import zlib
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -45,7 +46,7 @@ except Exception as e:
 """
 
 
-def load_litert(who: str) -> Any:
+def load_litert(who: str) -> ModuleType:
     """Import LiteRT's interpreter; raise QatError if it is not installed. who: the file or flag that needs it."""
     with reporting(f'{who}: no package ai-edge-litert that can be loaded here', ImportError, remedy=INSTALL):
         from ai_edge_litert import interpreter
@@ -63,11 +64,10 @@ def read_metadata(file: Path) -> dict[str, str]:
     ):
         return {}
 
-    def text(value: Any) -> str:
-        named = isinstance(value, dict) and all(
-            key.isdigit() for key in value
-        )  # classes, whose numbers JSON made texts
-        return str({int(key): name for key, name in value.items()} if named else value)
+    def text(value: object) -> str:
+        if isinstance(value, dict) and all(key.isdigit() for key in value):  # classes, whose numbers JSON made texts
+            value = {int(key): name for key, name in value.items()}
+        return str(value)
 
     return {key: text(value) for key, value in content.items()} if isinstance(content, dict) else {}
 

@@ -6,10 +6,10 @@ same scales. Images are [B, H, W, 3], and boxes relative to the image, as Ultral
 
 import json
 import zipfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from pathlib import Path
-from typing import Any
+from types import ModuleType
 
 import torch
 import torch.nn as nn
@@ -44,7 +44,9 @@ class PoolsAsConvolutions(TorchFunctionMode):
         super().__init__()
         self.weight = weight
 
-    def __torch_function__(self, func: Any, types: object, args: tuple = (), kwargs: Any = None) -> Any:
+    def __torch_function__(
+        self, func: Callable[..., object], types: object, args: tuple = (), kwargs: Mapping[str, object] | None = None
+    ) -> object:
         if func is not F.avg_pool2d:
             return func(*args, **(kwargs or {}))
         x, kernel, stride, padding, *_ = args  # as upstream's blocks call it
@@ -64,7 +66,7 @@ class OnChannelsLast(nn.Module):
         self.limits = black.min().item(), white.max().item()
         self.register_buffer('relative', 1 / torch.tensor([width, height, width, height]).float().view(1, 4, 1))
 
-    def forward(self, images: torch.Tensor) -> Any:
+    def forward(self, images: torch.Tensor) -> torch.Tensor | tuple[torch.Tensor, ...]:
         """Predict for images FP32 [B, H, W, 3], in 0..1 or normalized as the task wants them: a classifier's logits, predictions, or predictions and prototypes."""
         # The clamp changes no image: without it the converter leaves out the Q of the images, and the file takes INT8
         with PoolsAsConvolutions() if self.quantized else nullcontext():
@@ -76,7 +78,7 @@ class OnChannelsLast(nn.Module):
         return (predictions, *(part.permute(0, 2, 3, 1) for part in prototypes)) if prototypes else predictions
 
 
-def load_converter(who: str) -> Any:
+def load_converter(who: str) -> ModuleType:
     """Import litert-torch; raise QatError if it cannot be loaded. who: the flag that needs it."""
     problem = f'{who}: no package litert-torch that can be loaded here'
     # its parts for another PyTorch raise whatever they met

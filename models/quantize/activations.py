@@ -10,7 +10,6 @@ The class path of PolynomialSiLU is a file format, because checkpoints pickle it
 from collections.abc import Callable, Collection, Sequence
 from copy import deepcopy
 from functools import partial
-from typing import Any
 
 import torch
 import torch.nn as nn
@@ -131,8 +130,8 @@ def exchanged(model: Network, activation: str, paths: Sequence[str]) -> Network:
     model = deepcopy(model).eval()
     share = torch.zeros((), device=next(model.parameters()).device)
     for path in paths:
-        old: Any = deepcopy(model.get_submodule(path))
-        old.inplace = False  # its input is read again
+        old = deepcopy(model.get_submodule(path))
+        vars(old)['inplace'] = False  # its input is read again
         replace_module(model, path, Exchange(old, NEW[activation](), share))
     return model
 

@@ -9,7 +9,7 @@ Class paths in this file are a file format, because checkpoints pickle them. Do 
 
 from collections.abc import Sequence
 from functools import reduce
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, TypeVar
 
 import torch
 import torch.nn as nn
@@ -21,8 +21,10 @@ from models.quantize.network import replace_module
 from models.quantize.quantizers import Quantizer, SiLUQuantizer, rounded_unit
 from utils.qat.core.upstream import Network
 
+T = TypeVar('T')
 
-def _without_copy(cls: Any, module: nn.Module) -> Any:
+
+def _without_copy(cls: type[T], module: object) -> T:
     """Make an instance of `cls` with the state of `module`: new containers, the same parameters and submodules.
 
     Leave out the `forward` that upstream's `fuse()` sets on an instance: it would hide the forward of the class.
@@ -39,10 +41,10 @@ def _without_copy(cls: Any, module: nn.Module) -> Any:
 class Twin:
     """Mixin of every quantized block: the twin of `float_class`, with quantizers in the attributes `quantizer_names`."""
 
-    # Comments, because torch.jit reads the annotations of modules
-    float_class = None  # type: Any
+    # A comment, because torch.jit reads the annotations of modules
     quantizer_names = ('input_quantizer',)  # type: tuple[str, ...]
     if TYPE_CHECKING:  # a twin has those that it names
+        float_class: type[nn.Module]
         input_quantizer: Quantizer
         weight_quantizer: Quantizer
         add_quantizer: Quantizer
@@ -63,7 +65,7 @@ class Twin:
             setattr(twin, name, Quantizer())
         return twin
 
-    def to_float(self: Any) -> nn.Module:
+    def to_float(self) -> nn.Module:
         """Make the float block, with the same parameters and submodules."""
         block = _without_copy(self.float_class, self)
         for name in self.quantizer_names:

@@ -48,7 +48,7 @@ class _QuantBlock(QuantResidual):
     add_policy = 'residual'
 
     @classmethod
-    def suits(cls, block: object) -> bool:
+    def suits(cls, block: nn.Module) -> bool:
         return type(block) is cls.float_class and getattr(block, 'use_res_connect', True)
 
 
@@ -60,7 +60,7 @@ class _QuantResNetBlock(_QuantBlock):
     """
 
     @classmethod
-    def suits(cls, block: Any) -> bool:
+    def suits(cls, block: nn.Module) -> bool:
         return super().suits(block) and isinstance(block.relu, nn.ReLU)
 
 

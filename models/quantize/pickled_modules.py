@@ -13,7 +13,6 @@ import types
 from collections import OrderedDict
 from functools import cache, lru_cache
 from pathlib import Path
-from typing import Any
 
 import torch
 from typing_extensions import override
@@ -61,19 +60,19 @@ class _Modules(Values):
 
     @override
     def other(self, record: Call) -> torch.nn.Module:
-        cls: Any = _layer_class(record.function)
+        cls: type = _layer_class(record.function)
         if not record.new or record.arguments or record.items or type(record.state) is not dict:
             raise Refused(
                 f'its pickle calls {record.function.text}, which was not done: modules of a checkpoint are made without their '
                 f'constructors; {TRUST}'
             )
         _require_names(cls, tuple(record.state))
-        module = object.__new__(cls)
+        module: torch.nn.Module = object.__new__(cls)
         state = {name: self._attribute(module, name, item, record) for name, item in record.state.items()}
         for name, kind in (('_parameters', torch.Tensor), ('_buffers', torch.Tensor), ('_modules', torch.nn.Module)):
             _require_parts(state.get(name), name, kind)
-        fill_in: Any = next(c for c in cls.__mro__ if '__setstate__' in vars(c) and c.__module__.startswith('torch.'))
-        fill_in.__setstate__(module, state)  # PyTorch's own adds what older versions did not store
+        own = next(vars(c) for c in cls.__mro__ if '__setstate__' in vars(c) and c.__module__.startswith('torch.'))
+        own['__setstate__'](module, state)  # PyTorch's own adds what older versions did not store
         return module
 
     def _attribute(self, module: torch.nn.Module, name: str, item: object, record: Call) -> object:

@@ -127,7 +127,9 @@ class Quantizer(TensorQuantizer):
             self._amax: torch.Tensor = amax.to(self._amax.device)
         return self
 
-    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: object, **kwargs: object) -> None:
+    def _load_from_state_dict(
+        self, state_dict: dict[str, torch.Tensor], prefix: str, *args: object, **kwargs: object
+    ) -> None:
         """Create the buffers of a calibrated state dict; the library would create them on the GPU."""
         if prefix + '_amax' in state_dict and not hasattr(self, '_amax'):
             self.set_amax(state_dict[prefix + '_amax'])
@@ -341,7 +343,7 @@ class FixedScales:
         pairs = [torch.stack((q.scale, q._zero_point)) for q in per_tensor]
         numbers = torch.stack(pairs).tolist() if pairs else []  # the one wait
         # Quantizer → scale and zero point, as the operators take them
-        self.scales: dict[Quantizer, tuple[Any, Any]] = {
+        self.scales: dict[Quantizer, tuple[torch.Tensor | float, torch.Tensor | int]] = {
             q: (q.scale, torch.zeros_like(q._amax)) for q in quantizers if q._axis is not None
         }
         self.scales.update({q: (scale, int(zero_point)) for q, (scale, zero_point) in zip(per_tensor, numbers)})

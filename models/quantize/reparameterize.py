@@ -9,7 +9,7 @@ lines can ask for layers of terabytes. So its parameters must match a checkpoint
 """
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from copy import deepcopy
 from typing import Any
@@ -51,9 +51,9 @@ class Weightless(TorchFunctionMode):
     made = torch.empty, torch.zeros, torch.ones, torch.rand, torch.randn
 
     def __torch_function__(
-        self, function: Any, types: object, args: tuple = (), kwargs: Mapping[str, object] | None = None
+        self, func: Callable[..., object], types: object, args: tuple = (), kwargs: Mapping[str, object] | None = None
     ) -> object:
-        return function(*args, **{**(kwargs or {}), **({'device': 'meta'} if function in self.made else {})})
+        return func(*args, **{**(kwargs or {}), **({'device': 'meta'} if func in self.made else {})})
 
 
 def network_layers(content: Any, source: str, weights: bool = False) -> tuple[Any, list[int]]:
@@ -117,7 +117,7 @@ def require_small_maps(content: Any, source: str) -> None:
     layers, read = network_layers(content, source, weights=True)
     x: Any = torch.zeros(0, content.get('ch') or 3, SIDE, SIDE)  # a batch of none has shapes and no values
     values = 0
-    maps: list[Any] = []  # outputs of the layers so far; None for an output that no later layer reads
+    maps: list[object] = []  # outputs of the layers so far; None for an output that no later layer reads
     with _in_one_line(source):
         for layer in layers.eval()[:-1]:
             if layer.f != -1:
@@ -162,7 +162,7 @@ def _reached(model: Network, inputs: Sequence[int]) -> list[int]:
     return kept
 
 
-def _single_yaml(model: Network, kept: Sequence[int], inputs: Sequence[int], head: str) -> dict[str, Any]:
+def _single_yaml(model: Network, kept: Sequence[int], inputs: Sequence[int], head: str) -> dict[str, object]:
     """Write the YAML of the single model: the layers `kept`, renumbered, and `head` on the layers `inputs`."""
     rows = model.yaml['backbone'] + model.yaml['head']
     new_index = {-1: -1, **{old: new for new, old in enumerate(kept)}}

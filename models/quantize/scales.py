@@ -74,10 +74,10 @@ class _Watch(TorchFunctionMode):
     def __init__(self, groups: _Groups) -> None:
         super().__init__()
         self.groups = groups
-        self.pooled: dict[tuple[int, str], torch.Tensor] = {}
+        self.pooled: dict[tuple[int, str], object] = {}
 
     def __torch_function__(
-        self, func: Any, types: object, args: tuple = (), kwargs: Mapping[str, object] | None = None
+        self, func: Callable[..., object], types: object, args: tuple = (), kwargs: Mapping[str, object] | None = None
     ) -> object:
         kwargs = kwargs or {}
         result = func(*args, **kwargs)

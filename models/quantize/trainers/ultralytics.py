@@ -4,7 +4,6 @@ The package is not needed. Its licence and that of its weights is AGPL-3.0 (docs
 """
 
 from collections.abc import Mapping
-from typing import Any
 
 import torch
 from models.common import Conv, DWConv
@@ -34,11 +33,12 @@ class ModuleTensors(Values):
             if type(inner) is not dict:
                 raise Refused('it has a module whose parts are damaged')
             tensors |= {f'{name}.{key}': tensor for key, tensor in inner.items()}
-        if not all(type(name) is str and isinstance(tensor, torch.Tensor) for name, tensor in tensors.items()):
+        whole = {name: part for name, part in tensors.items() if type(name) is str and isinstance(part, torch.Tensor)}
+        if len(whole) < len(tensors):
             raise Refused('it has a module whose parts are damaged')
-        return tensors
+        return whole
 
-    def _parts(self, record: Call, kind: str) -> dict[str, Any]:
+    def _parts(self, record: Call, kind: str) -> dict[str, object]:
         """Build the parts of a kind that a module has; None stands for a part that it lacks."""
         parts = self.value(record.state.get(kind))
         if not isinstance(parts, dict):

@@ -1,10 +1,11 @@
 """Float model → float model: it learns to compute what it did with other activation functions."""
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from models.quantize.activations import exchanges
 from models.quantize.finetuning.loop import Epoch, Learning, finetune
 from utils.qat.core.upstream import Network
+from utils.qat.data.loaders import Images
 
 RATE = 1e-3  # the highest learning rate
 EXCHANGED_AT = 0.3  # share of the steps after which only the new functions are left
@@ -13,7 +14,7 @@ EXCHANGED_AT = 0.3  # share of the steps after which only the new functions are 
 def adapt(
     student: Network,
     teacher: Network,
-    images: object,
+    images: Images | Sequence,
     how: Learning,
     progress: Callable[[Iterator, int, int], Iterable] | None = None,
     after: Epoch | None = None,

@@ -10,7 +10,7 @@ from torch.utils.data import DataLoader
 from models.quantize.activations import exchanges
 from models.quantize.blocks import Twin
 from models.quantize.calibration.bias_correction import biases_of
-from models.quantize.calibration.divergence import HeadOutputs, bins_of, decibels, energies
+from models.quantize.calibration.divergence import ClassScores, HeadOutputs, bins_of, decibels, energies
 from models.quantize.network import layer_of, layers
 from models.quantize.quantizers import Quantizer
 from utils.qat.backends.detections import prepared
@@ -115,7 +115,7 @@ class FormMetrics:
         self.predict, self.scorer = predict, scorer
         self.sums = torch.zeros(2 + 2 * len(predict.task.parts), dtype=torch.float64, device=predict.device)
 
-    def add(self, output: object, wanted: object, truth: Any) -> None:
+    def add(self, output: object, wanted: ClassScores | HeadOutputs, truth: Any) -> None:
         """Add the outputs of a batch, in eval mode; `wanted`: those of the float model's head on the same images."""
         raw, predict = HeadOutputs.of(output), self.predict
         self.sums += torch.stack(

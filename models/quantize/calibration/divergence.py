@@ -53,7 +53,7 @@ class ClassScores:
         """List the tensors of each part, in the order of Task.parts."""
         return [[self.logits]]
 
-    def divergence_sums(self, wanted: Any, bins: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
+    def divergence_sums(self, wanted: 'ClassScores', bins: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
         """Compute the Kullback-Leibler divergence from `wanted`, and the weight of each image, 1: FP64 [B]."""
         apart = divergence(self.logits, wanted.logits)
         return apart, torch.ones_like(apart)
@@ -94,7 +94,7 @@ class HeadOutputs:
         of_levels = zip(*(m.split((m.shape[1] - classes, classes), 1) for m in self.maps))
         return [*of_levels, *([x] for x in (self.coefficients, self.prototypes) if x is not None)]
 
-    def divergence_sums(self, wanted: Any, bins: int) -> tuple[torch.Tensor, torch.Tensor]:
+    def divergence_sums(self, wanted: 'HeadOutputs', bins: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Sum the divergence from `wanted`, of the float model, and its weights, over the places of each image: FP64 [B] both.
 
         The weights are about the number of places with an object.
@@ -180,7 +180,7 @@ def bernoulli_divergence(mine: torch.Tensor, wanted: torch.Tensor) -> torch.Tens
     return wanted.sigmoid() * (wanted - mine) + F.softplus(mine) - F.softplus(wanted)
 
 
-def energies(mine: Any, wanted: Any, classes: int) -> torch.Tensor:
+def energies(mine: ClassScores | HeadOutputs, wanted: ClassScores | HeadOutputs, classes: int) -> torch.Tensor:
     """Sum t² and (s - t)² over each part, of the quantized (`mine`) and the float model (`wanted`): FP64 [parts, 2]."""
 
     def sums(s: torch.Tensor, t: torch.Tensor) -> torch.Tensor:

@@ -8,7 +8,6 @@ fitted to the images of this measurement. docs/measured/calibration_ways.csv has
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from copy import deepcopy
-from typing import Any
 
 import torch
 
@@ -44,6 +43,7 @@ CORRECTED = ' + biases'  # follows the name of a method if the divergence was me
 UNUSABLE = 0.5  # at this divergence and above detections are lost
 BEHIND = 4  # standard errors of the mean over images: a calibration that far behind the best is dropped
 Tensors = dict[str, torch.Tensor]  # by path: ranges of quantizers, shifts of convolutions
+Part = tuple[Sequence[torch.Tensor], Sequence[object]]  # images, and what the float model returns for them
 COMPARED = 36  # calibration images that choose a calibration: a third to fit, the others to compare
 
 
@@ -95,8 +95,8 @@ def is_behind(logs: torch.Tensor, best: torch.Tensor) -> bool:
 
 def race(
     names: Sequence[str],
-    parts: Sequence[object],
-    measure: Callable[[str, Any], tuple[torch.Tensor, torch.Tensor]],
+    parts: Sequence[Part],
+    measure: Callable[[str, Part], tuple[torch.Tensor, torch.Tensor]],
     progress: Callable[..., Iterable[str]],
 ) -> dict[str, float]:
     """Measure calibrations on the first of two parts; drop those clearly behind, and measure the others on the second too.
@@ -172,7 +172,7 @@ def choose_calibration(
         set_ranges(model, ranges, histograms)
         correct_biases(model, biases, shifts)
 
-    def measure(name: str, part: tuple[Sequence[torch.Tensor], Sequence[object]]) -> tuple[torch.Tensor, torch.Tensor]:
+    def measure(name: str, part: Part) -> tuple[torch.Tensor, torch.Tensor]:
         set_calibration(name)
         return log_divergences(model, *part)
 

@@ -8,10 +8,9 @@ boxes add to the student's. Fake-quantizers pass gradients straight through insi
 
 import math
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
-from typing import Any
 
 import torch
 
@@ -23,6 +22,7 @@ from utils.qat.backends.pytorch import task_of
 from utils.qat.core.distributed import take_from_first
 from utils.qat.core.errors import QatError
 from utils.qat.core.upstream import Network
+from utils.qat.data.loaders import Images
 
 LOOK_EVERY = 50  # steps between two checks of the device; the host waits for each check
 
@@ -75,7 +75,7 @@ def learning_rate_share(step: int, total: int) -> float:
 def finetune(
     student: Network,
     teacher: Network,
-    loader: Any,
+    loader: Images | Sequence,
     how: Learning,
     progress: Callable[[Iterator, int, int], Iterable] | None = None,
     after: Epoch | None = None,

@@ -302,7 +302,7 @@ class TrainingStep:
         first, *others = (relative_error(*pair) for pair in zip(outputs, targets))
         return sum(others, first) / (1 + len(others)) if others else first
 
-    def compare(self, images: torch.Tensor) -> tuple[Any, dict[int | str, torch.Tensor]]:
+    def compare(self, images: torch.Tensor) -> tuple[object, dict[int | str, torch.Tensor]]:
         """Run both models on `images`: the student's raw output, and layer → its term of the loss, the boxes at the end."""
         targets: dict[int, Parts] = {}  # layer → the teacher's outputs, until they are compared
         pairs: dict[int, tuple[Parts, Parts]] = {}  # layer → the student's outputs and the teacher's

@@ -68,7 +68,7 @@ class TorchvisionWithoutDynamo:
         sys.meta_path.remove(TorchvisionWithoutDynamo)
         spec = importlib.util.find_spec(name)
         if spec and spec.loader:
-            run: Any = spec.loader.exec_module
+            run = spec.loader.exec_module
 
             def exec_module(module: types.ModuleType) -> None:
                 importlib.import_module('torch')  # which may need the real one

@@ -13,7 +13,6 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from logging import DEBUG, WARNING
 from pathlib import Path
-from typing import Any
 
 from models.deploy.ship.plan import Step
 from utils.qat.core.command import command
@@ -96,8 +95,8 @@ def _call(line: str) -> float:
     """Run a command; return its seconds. Its output goes to the log, its warnings, errors and bars to the terminal. Raises Failed."""
     LOGGER.info(f'$ {line}')
     start = time.perf_counter()
-    how: dict[str, Any] = {'stdout': subprocess.PIPE, 'text': True, 'errors': 'replace', 'preexec_fn': _end_with_parent}
-    with subprocess.Popen([sys.executable, *shlex.split(line)[1:]], **how) as child:
+    words, out = [sys.executable, *shlex.split(line)[1:]], subprocess.PIPE
+    with subprocess.Popen(words, stdout=out, text=True, errors='replace', preexec_fn=_end_with_parent) as child:
         for said in child.stdout or ():
             text = said.rstrip()
             LOGGER.log(WARNING if text.startswith(MARK) else DEBUG, text.removeprefix(MARK))

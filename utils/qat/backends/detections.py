@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from utils.general import non_max_suppression
@@ -58,7 +57,7 @@ class Detections:
         return Detections(self.rows[which], self.masks[which] if self.masks else None)
 
 
-def prepared(batch: Sequence, device: torch.device) -> tuple[torch.Tensor, Any]:
+def prepared(batch: Sequence, device: torch.device) -> tuple[torch.Tensor, Truth | ClassTruth]:
     """Prepare a batch of a loader (loaders.Loaders.scored) for a model on `device`, and for its scorer.
 
     Returns images, FP32 [B, 3, H, W] in 0..1, and their Truth; for a classifier normalized images and a ClassTruth.

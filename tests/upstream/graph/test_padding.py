@@ -196,6 +196,16 @@ def test_a_concat_reads_the_whole_in_place_of_all_parts_in_order(parts, read):
     assert [list(n.input) for n in graph.graph.node if n.op_type == 'Concat'] == [read]
 
 
+@pytest.mark.parametrize('other, read', [('Conv(q, w6x6)', 'a'), ('Relu(q)', 'q')])
+def test_a_convolution_reads_the_whole_only_if_then_nothing_reads_the_part(other, read):
+    nodes = f'a = Conv(x, w8x4) p, q = Split<axis = 1>(a, parts) c = Conv(q, w4x6) d = {other} e = Conv(p, w6x2)'
+    nodes += ' y = Concat<axis = 1>(c, d, e)'
+    graph = model_of(nodes, {'x': [1, 4, 4, 4]}, {'y': [*'nchw']}, VALUES, opset=18)
+    read_whole(graph)
+    inputs = {n.output[0]: n.input[0] for n in graph.graph.node}
+    assert inputs['e'] == 'a' and inputs['c'] == read
+
+
 # ---- networks -----------------------------------------------------------------------------------------------------------
 
 FUSED = {  # the small network with a CBLinear of two parts and a CBFuse

@@ -11,7 +11,7 @@ from onnx import ModelProto, NodeProto
 
 from utils.qat.graph.arranged import NEW, Arranged
 from utils.qat.graph.channels import CHANNELS, Tensors
-from utils.qat.graph.onnx_graph import attribute, replace_nodes
+from utils.qat.graph.onnx_graph import QDQ, Graph, attribute, replace_nodes
 from utils.qat.graph.passes import drop_unneeded
 
 
@@ -26,29 +26,64 @@ class Part(NamedTuple):
 def read_whole(model: ModelProto, multiple: int = 1) -> int:
     """Let Concats read a tensor in place of all its parts, and convolutions a tensor in place of a part; return how many do.
 
-    The graph is changed in place, and only if some do. Weights for the other channels are 0. A convolution larger than 1 × 1
-    reads the whole only if that computes no more once widths are padded to `multiple`. Constants must be initializers.
+    The graph is changed in place, and only if some do. Weights for the other channels are 0. A convolution reads the whole if then
+    nothing reads the part, and one larger than 1 × 1 only if that computes no more once widths are padded to `multiple`. Constants
+    must be initializers.
     """
     tensors = Tensors(model)
-    graph = tensors.graph
-    arranged, changed = Arranged(model, graph, 'whole'), 0
-    for node in graph.nodes:
-        if node.op_type == 'Concat' and node.output[0] in tensors.number and tensors.along(node):
-            joined = _joined(node.input, tensors)
-            changed += joined != list(node.input)
-            node.input[:] = joined
-        elif node.op_type == 'Conv' and attribute(node, 'group', 1) == 1 and node.input[1] in graph.fixed:
-            part = _part(tensors, node.input[0])
-            if part and _is_free(tensors, node, part, multiple):
-                layout = np.full(tensors.number[part.tensor], NEW)
-                layout[part.start : part.end] = np.arange(part.end - part.start)
-                node.input[0], node.input[1] = part.tensor, arranged.stored(node.input[1], {1: layout})
-                changed += 1
+    joined, wide = _readers(tensors, multiple)
+    arranged, changed = Arranged(model, tensors.graph, 'whole'), 0
+    for node in tensors.graph.nodes:
+        result = node.output[0]
+        if result in joined:
+            changed += joined[result] != list(node.input)
+            node.input[:] = joined[result]
+        elif result in wide:
+            part = wide[result]
+            layout = np.full(tensors.number[part.tensor], NEW)
+            layout[part.start : part.end] = np.arange(part.end - part.start)
+            node.input[0], node.input[1] = part.tensor, arranged.stored(node.input[1], {1: layout})
+            changed += 1
         arranged.nodes.append(node)
     if changed:
         del model.graph.value_info[:]
         drop_unneeded(replace_nodes(model, arranged.nodes))
     return changed
+
+
+def _readers(tensors: Tensors, multiple: int) -> tuple[dict[str, list[str]], dict[str, Part]]:
+    """Find the readers of parts, by their outputs: Concats → their new inputs, and convolutions that read the whole → their part."""
+    graph = tensors.graph
+    joined = {
+        node.output[0]: _joined(node.input, tensors)
+        for node in graph.nodes
+        if node.op_type == 'Concat' and node.output[0] in tensors.number and tensors.along(node)
+    }
+    wide = {
+        node.output[0]: part
+        for node in graph.nodes
+        if node.op_type == 'Conv' and attribute(node, 'group', 1) == 1 and node.input[1] in graph.fixed
+        if (part := _part(tensors, node.input[0])) and _is_free(tensors, node, part, multiple)
+    }
+
+    def is_left(name: str) -> bool:
+        """Tell whether something still reads a part, perhaps behind Q/DQ."""
+        return name in graph.outputs or any(
+            is_left(node.output[0])
+            if node.op_type in QDQ
+            else node.output[0] not in wide and name in joined.get(node.output[0], [name])
+            for node, _ in graph.readers.get(name, ())
+        )
+
+    given = {node.output[0]: _behind_qdq(graph, node.input[0]) for node in graph.nodes if node.output[0] in wide}
+    return joined, {result: part for result, part in wide.items() if not is_left(given[result])}
+
+
+def _behind_qdq(graph: Graph, name: str) -> str:
+    """Return the tensor that a Q/DQ quantizes; any other tensor itself."""
+    if graph.op(name) in QDQ:
+        return _behind_qdq(graph, graph.producer[name].input[0])
+    return name
 
 
 def _part(tensors: Tensors, name: str) -> Part | None:

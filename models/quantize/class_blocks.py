@@ -5,7 +5,7 @@ They are twins as in blocks.py. Batch norms are folded before quantization and a
 Class paths in this file are a file format, because checkpoints pickle them. Do not rename or move the classes.
 """
 
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 import torch.nn as nn
@@ -107,7 +107,11 @@ class QuantInvertedResidualV3(_QuantBlock, InvertedResidualV3):
 
 
 class _QuantMBConv(_QuantBlock):
-    def forward(self: Any, x: torch.Tensor) -> torch.Tensor:
+    if TYPE_CHECKING:  # torchvision's blocks have them
+        block: nn.Module
+        stochastic_depth: nn.Module
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.added(x, self.stochastic_depth(self.block(x)))
 
 

@@ -11,7 +11,6 @@ negative, for engines that take these as unsigned integers.
 """
 
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any
 
 import torch
 import torch.nn as nn
@@ -99,7 +98,7 @@ class _Signs(TorchFunctionMode):
         self.never_negative: dict[int, torch.Tensor] = {}  # by identity, and kept alive
 
     def __torch_function__(
-        self, func: Any, types: object, args: tuple = (), kwargs: Mapping[str, Any] | None = None
+        self, func: Callable[..., object], types: object, args: tuple = (), kwargs: Mapping[str, float] | None = None
     ) -> object:
         kwargs = kwargs or {}
         result = func(*args, **kwargs)

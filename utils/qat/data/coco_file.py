@@ -3,7 +3,6 @@
 import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 from utils.qat.core.errors import QatError, reporting
 from utils.qat.untrusted.json_schema import INDEX, POSITIVE, anything, between, items, read_json
@@ -38,7 +37,7 @@ def read_coco(
     image: Mapping[str, object] | None = None,
     thing: Mapping[str, object] | None = None,
     category: Mapping[str, object] | None = None,
-) -> dict[str, Any]:
+) -> dict[str, list[dict]]:
     """Read a COCO file, and check that the image and the category of each object exist.
 
     `who` names the file in messages, with its flag. `image`, `thing` and `category` are further required values of each

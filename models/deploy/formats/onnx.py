@@ -112,7 +112,6 @@ def traced_graph(
         onnx_passes.merge_duplicates,
         *[onnx_passes.store_int8_weights] * int8_weights,
         *[onnx_half.to_half] * half,
-        graph_of(target.name).finish,
     ]
     logging.getLogger('torch.onnx').setLevel(logging.ERROR)
 
@@ -126,7 +125,7 @@ def traced_graph(
     quantizers = [q for _, q in named_quantizers(traced)]
     units = [np.float32(UNIT_SCALE)] * any(isinstance(q, SiLUQuantizer) for q in quantizers)
     onnx_passes.require_scales(graph, [*(q.scale.cpu().numpy() for q in quantizers), *units])
-    return graph
+    return graph_of(target.name).finish(graph)
 
 
 @torch.no_grad()

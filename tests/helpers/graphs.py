@@ -208,6 +208,11 @@ def assert_same_outputs(ours, theirs, feeds):
     assert all(np.array_equal(a, b) for a, b in pairs)
 
 
+def averages(model):
+    """The number of convolutions that were average poolings, by their names."""
+    return sum(n.op_type == 'Conv' and 'AveragePool' in n.name for n in model.graph.node)
+
+
 def in_onnxruntime(file, folder):
     """How often each operator stands in the graph that ONNX Runtime makes of a file."""
     options = onnxruntime.SessionOptions()

@@ -7,7 +7,7 @@ import pytest
 import torch
 from conftest import REPO
 from helpers.faults import sampled
-from helpers.graphs import assert_same_outputs, copy, in_onnxruntime, unread
+from helpers.graphs import assert_same_outputs, averages, copy, in_onnxruntime, unread
 from helpers.segmenters import BACKBONE, HEADS
 from helpers.zoo import DUAL, SEGMENT, SINGLE, SMALL, build, command, full, fuse, image, settings
 from models.common import CBFuse
@@ -105,7 +105,7 @@ def test_onnxruntime_computes_every_quantized_convolution_in_integers(network, t
     done, graph = exported(name, tmp_path / 'model.onnx', ORT, **changes)
     assert audit(graph, graph_of('onnxruntime').RULES).findings == [] and not unread(onnx.load(tmp_path / 'model.onnx'))
     ran, kinds = in_onnxruntime(tmp_path / 'model.onnx', tmp_path), Counter(done.swapped.values())
-    assert ran['QLinearConv'] == kinds['Conv2d'] + kinds['AConv'] + kinds['ADown']
+    assert ran['QLinearConv'] == kinds['Conv2d'] + averages(graph)
     assert ran['QLinearSigmoid'] == kinds['SiLU'] or kinds['Sigmoid']
     assert ran['Conv'] == len(done.kept_float) - 1, 'float by design: outputs of the head; DFL is no convolution there'
     assert not {'QuickGelu', 'AveragePool', 'QLinearAveragePool', 'Relu'} & ran.keys()

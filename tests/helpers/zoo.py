@@ -117,9 +117,6 @@ def output(model, images):
     return tensors(model(images))
 
 
-# With it, ONNX files read parts of tensors, as the model does
-reading_parts = patch('models.deploy.formats.onnx.read_whole')
-
 # The largest share_of_float of one INT8 model in two engines: halfway to the float model, which has 1. PyTorch against PyTorch with
 # `other_last_bits` had at most 0.06, in 50 runs of each network of test_int8_is_not_float. It is for networks of few layers and images of SIZE:
 # others round otherwise somewhere in every image, and had up to 0.7 (demo_seg, 160 pixels) and 1 (demo, 128 pixels).

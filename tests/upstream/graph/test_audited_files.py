@@ -58,9 +58,14 @@ class Mean(torch.nn.Module):
 
 def test_flops_and_parameters_are_those_of_the_model(small, tmp_path):
     """Without the decoding, with dense convolutions in place of quantized ones with groups, and with readers of parts."""
-    for model in (small.float_model(), without_groups(small.quantized_model())):
+    for model, options in (
+        (small.float_model(), {}),
+        (without_groups(small.quantized_model()), {}),
+        (without_groups(small.quantized_model()), {'half': True, 'opset': 19}),
+        (without_groups(free_scales(small)), {}),
+    ):
         with reading_parts:
-            export_onnx(model, tmp_path / 'model.onnx', IMGSZ)
+            export_onnx(model, tmp_path / 'model.onnx', IMGSZ, **options)
         found = audit.audit(load(tmp_path / 'model.onnx'))
         model.model[-1].dfl = Mean()
         with FlopCounterMode(display=False) as counter, torch.no_grad():

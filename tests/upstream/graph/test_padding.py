@@ -337,7 +337,7 @@ def test_networks_of_such_widths_get_no_channels(tmp_path, name):
 
 @pytest.mark.parametrize('int8', [True, False])
 def test_files_read_whole_tensors(small, tmp_path, int8):
-    """Those with INT8 and the float ones: no reader of a part is left, and there were some."""
+    """No reader of a part is left in the files of an INT8 and of a float model, and there were some."""
     model, file = small.quantized_model() if int8 else small.float_model(), tmp_path / 'model.onnx'
     with reading_parts:
         export_onnx(model, file, (64, 64))

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 import torch
-from helpers.commands import image, sampled, settings
+from helpers.commands import image, sampled
 from pytorch_quantization.calib import HistogramCalibrator, MaxCalibrator
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -30,10 +30,10 @@ def edges(hist):
     return np.arange(BINS + 1) * bin_width(hist.exponent).item()
 
 
-def search(method, *batches, **changes):
+def search(method, *batches, percentile=99.99):
     """The amax that `method` finds for a histogram of `batches`."""
     hist = histogram(*batches)
-    return (SEARCH[method](hist.counts[None], settings(**changes)) * bin_width(hist.exponent)).item()
+    return (SEARCH[method](hist.counts[None], percentile) * bin_width(hist.exponent)).item()
 
 
 # ---- histograms ---------------------------------------------------------------------------------------------------------
@@ -152,7 +152,7 @@ def test_a_power_of_the_error_is_the_least_of_all_edges(x, method, power):
     centers, counts = filled + 0.5, counts[filled]
     scale = np.arange(128, top + 1)[:, None] / 127
     error = (np.abs(np.clip(np.round(centers / scale), -128, 127) * scale - centers) ** power) @ counts
-    found = SEARCH[method](hist.counts[None], settings()).item()
+    found = SEARCH[method](hist.counts[None], 99.99).item()
     assert error[int(found) - 128] <= error.min() * (1 + 1e-9)
 
 
@@ -167,8 +167,8 @@ def test_mse_loses_no_more_than_brute_force(x):
 @pytest.mark.parametrize('method', list(SEARCH))
 def test_rows_are_searched_as_if_alone(method):
     counts = torch.stack([histogram(x).counts for x in SAMPLES.values()] * 4)
-    together = SEARCH[method](counts, settings())
-    alone = torch.cat([SEARCH[method](row[None], settings()) for row in counts[:5]]).repeat(4)
+    together = SEARCH[method](counts, 99.99)
+    alone = torch.cat([SEARCH[method](row[None], 99.99) for row in counts[:5]]).repeat(4)
     assert torch.allclose(together, alone, rtol=1e-3), (
         'sums of more rows may end otherwise, which decides between bins of equal error'
     )

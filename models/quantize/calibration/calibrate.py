@@ -94,12 +94,12 @@ def _to_the_end(x: torch.Tensor) -> torch.Tensor:
     return F.pad(x.flip(1).cumsum(1).flip(1), (0, 1)).t().contiguous()
 
 
-SEARCH: dict[str, Callable[[torch.Tensor, PtqConfig], torch.Tensor]] = {
-    'mse': lambda counts, config: amax_mse(counts),
-    'l2.4': lambda counts, config: amax_power(counts, 2.4),
-    'l3': lambda counts, config: amax_power(counts, 3),  # no method by itself, see fisher_amax
-    'percentile': lambda counts, config: amax_percentile(counts, config.percentile),
-    'max': lambda counts, config: amax_max(counts),
+SEARCH: dict[str, Callable[[torch.Tensor, float], torch.Tensor]] = {  # the number is --percentile
+    'mse': lambda counts, _: amax_mse(counts),
+    'l2.4': lambda counts, _: amax_power(counts, 2.4),
+    'l3': lambda counts, _: amax_power(counts, 3),  # no method by itself, see fisher_amax
+    'percentile': amax_percentile,
+    'max': lambda counts, _: amax_max(counts),
 }
 
 
@@ -213,10 +213,10 @@ def require_values(histograms: Mapping[str, Histogram]) -> None:
         )
 
 
-def histogram_amax(histograms: Mapping[str, Histogram], method: str, config: PtqConfig) -> torch.Tensor:
-    """Find the amax of each histogram by a `method` of SEARCH: FP32 [Q], in their order."""
+def histogram_amax(histograms: Mapping[str, Histogram], method: str, percentile: float = 100) -> torch.Tensor:
+    """Find the amax of each histogram by a `method` of SEARCH, one of them with a `percentile`: FP32 [Q], in their order."""
     counts, exponents = (torch.stack([getattr(h, key) for h in histograms.values()]) for key in ('counts', 'exponent'))
-    return (SEARCH[method](counts, config) * bin_width(exponents)).float()
+    return (SEARCH[method](counts, percentile) * bin_width(exponents)).float()
 
 
 # It runs batches of images, FP32 [B, 3, H, W] in 0..1, through a model, on its device
@@ -275,5 +275,7 @@ def fit_ranges(model: Network, batches: Iterable[torch.Tensor], config: PtqConfi
     histograms = collect_histograms(model, over(batches))
     require_values(histograms)
     calibrate_weights(model)
-    set_ranges(model, dict(zip(histograms, histogram_amax(histograms, config.calib_method, config))), histograms)
+    set_ranges(
+        model, dict(zip(histograms, histogram_amax(histograms, config.calib_method, config.percentile))), histograms
+    )
     return raised_ranges(model)

@@ -31,7 +31,6 @@ from utils.segment.general import crop_mask
 from models.quantize.calibration.calibrate import Histogram, added, histogram_amax, in_memory_order
 from models.quantize.network import head_of, removed_after
 from models.quantize.quantizers import Quantizer, RoundedOnce, named_quantizers, quantizers_off, rounded
-from utils.qat.config.qat import PtqConfig
 from utils.qat.core.upstream import Network
 from utils.qat.data.masks import COARSE
 from utils.qat.evaluation.classes import divergence
@@ -271,16 +270,16 @@ def fisher_amax(
     model: Network,
     histograms: Mapping[str, Histogram],
     images: Sequence[torch.Tensor],
-    config: PtqConfig,
+    seed: int,
 ) -> dict[str, torch.Tensor]:
     """Find the amax of each activation quantizer with the least sum of (gradient · error)², which changes detections least.
 
     The sum treats rounding errors as independent. The candidates lie between 0.8 times the smaller amax of 'mse' and
     'l3' and the largest value. `model` still has the float model's biases. `images` are batches, FP32 [B, 3, H, W] in
-    0..1. `config` gives seed and percentile. Returns path of a quantizer → amax, FP32 [].
+    0..1. Returns path of a quantizer → amax, FP32 [].
     """
-    least = torch.minimum(*(histogram_amax(histograms, method, config) for method in ('mse', 'l3'))) * 0.8
-    ratio = histogram_amax(histograms, 'max', config) / least
+    least = torch.minimum(*(histogram_amax(histograms, method) for method in ('mse', 'l3'))) * 0.8
+    ratio = histogram_amax(histograms, 'max') / least
     tried = least * ratio ** torch.linspace(0, 1, TRIED, device=ratio.device)[:, None]  # [TRIED, Q]
     quantizers = dict(named_quantizers(model))
     steps = {}  # path → pairs of scale and zero point; as a number, because a clamp at tensors is much slower
@@ -308,7 +307,7 @@ def fisher_amax(
 
     learning = [p for p in model.parameters() if p.requires_grad]
     hooks = [quantizers[path].register_forward_hook(watch(path)) for path in steps]
-    generator = torch.Generator().manual_seed(config.seed)
+    generator = torch.Generator().manual_seed(seed)
     try:
         with removed_after(hooks), quantizers_off(model.eval().requires_grad_(False)):
             for part in (part for batch in images for part in batch.split(AT_ONCE)):

@@ -26,12 +26,11 @@ from models.quantize.calibration.calibrate import (
 )
 from models.quantize.calibration.divergence import HeadOutputs, fisher_amax, log_divergences, typical
 from models.quantize.convert import Conversion, quantize_model
-from models.quantize.network import has_known_head, removed_after, require_known_head
+from models.quantize.network import has_known_head, require_known_head
 from models.quantize.quantizers import has_ranges, quantizers_off
 from models.quantize.scales import shared_scales, tie_scales
 from utils.qat.backends.pytorch import task_of
 from utils.qat.config.qat import CANDIDATES, PtqConfig
-from utils.qat.config.tables import load_target
 from utils.qat.core.distributed import from_first
 from utils.qat.core.errors import QatError
 from utils.qat.core.log import LOGGER, unshown
@@ -119,19 +118,15 @@ def race(
 
 
 def ranges_by(
-    method: str,
-    model: Network,
-    histograms: Mapping[str, Histogram],
-    fitting: Sequence[torch.Tensor],
-    config: PtqConfig,
+    method: str, model: Network, histograms: Mapping[str, Histogram], fitting: Sequence[torch.Tensor], config: PtqConfig
 ) -> Tensors:
     """Find the amax (FP32 []) of each activation quantizer, by path, with one method other than 'auto'.
 
     `model` still has the float model's biases. `fitting` are images for 'fisher', FP32 [B, 3, H, W] in 0..1.
     """
     if method == 'fisher':
-        return fisher_amax(model, histograms, fitting, config)
-    return dict(zip(histograms, histogram_amax(histograms, method, config)))
+        return fisher_amax(model, histograms, fitting, config.seed)
+    return dict(zip(histograms, histogram_amax(histograms, method, config.percentile)))
 
 
 def choose_calibration(
@@ -196,7 +191,7 @@ def prepare(model: Network, config: PtqConfig, keep_float: Sequence[str] = ()) -
     Returns the conversion, and the groups of quantizers that share a scale, see scales.shared_scales. Raises QatError
     if no block is left to quantize.
     """
-    conversion = quantize_model(model, keep_float, load_target(config.target))
+    conversion = quantize_model(model, keep_float, config.made_for)
     if not conversion.swapped:
         raise QatError('--exclude, --only, --keep-float: nothing is left to quantize; leave less in float')
     if conversion.unknown:
@@ -228,7 +223,7 @@ def calibrate(
     """
     if not is_quantized(model) or has_ranges(model):
         raise QatError('calibration: takes a model once, after it was prepared; take the float model, and prepare it')
-    with removed_after([model.register_forward_pre_hook(sample)]):
+    with model.register_forward_pre_hook(sample):
         histograms = collect_histograms(model, forward_loop)
     require_values(histograms)  # before the sample is asked for images that it may not have
     divergences, method, corrected, raised = choose_calibration(model, histograms, sample.batches(), config, progress)

@@ -12,6 +12,7 @@ from utils.qat.config.tables import CHECKPOINTS, DEFAULT_TARGET, EXPORTED, PREDI
 from utils.qat.config.tasks import TASKS, load_task
 from utils.qat.core.errors import QatError
 from utils.qat.core.files import in_tree, require_data, require_file, require_source, require_yaml
+from utils.qat.vendors.vendor import Target
 
 CANDIDATES = ('l2.4', 'fisher')  # --calib-method auto takes the better of them
 AUTO, ACTIVATIONS = 'auto', ('keep', 'polynomial', 'relu', 'relu6')
@@ -170,6 +171,11 @@ class PtqConfig(Settings):
         'auto: `quantize` takes the polynomial in YOLOv9 for OpenVINO, else keep',
         allowed=(AUTO, *ACTIVATIONS),
     )
+
+    @property
+    def made_for(self) -> Target:
+        """The target by its name."""
+        return TARGETS[self.target]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -8,7 +8,7 @@ from matplotlib.figure import Figure
 
 from utils.qat.config.qat import SensitiveConfig
 from utils.qat.config.settings import closing
-from utils.qat.config.tables import DEFAULT_TARGET, TARGETS, load_target
+from utils.qat.config.tables import DEFAULT_TARGET, TARGETS
 from utils.qat.config.tasks import Task
 from utils.qat.core.errors import QatError, reporting
 from utils.qat.core.files import require_file, write_document, write_json, write_picture
@@ -178,7 +178,7 @@ def read_summary(
             raise QatError(f'--sensitive {path}: a summary of another kind or version; {again}')
         if wrong := misfit(summary, SUMMARY) or _contradiction(summary):
             raise ValueError(f'{wrong} is not what it writes')
-    made_for = load_target(summary['settings']['target'])
+    made_for = TARGETS[summary['settings']['target']]
     if not made_for.places_as(target):
         raise QatError(
             f'--sensitive {path}: made for {made_for.title}, and --target is {target.name}, whose placement differs; {again}'

@@ -18,20 +18,19 @@ from typing import TYPE_CHECKING, Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))  # the patched tree; PYTHONSAFEPATH leaves it out
 from utils.qat.config.common import FolderConfig
-from utils.qat.config.qat import DECIDERS, EvalConfig, QuantizeConfig, SensitiveConfig
-from utils.qat.config.settings import add_options, command_words, flag_of, plain, settings_of
+from utils.qat.config.qat import EvalConfig, QuantizeConfig, SensitiveConfig
+from utils.qat.config.settings import add_options, command_words, settings_of
 from utils.qat.config.ship import ShipConfig
 from utils.qat.config.tables import CHECKPOINTS, EXPORTED
 from utils.qat.core.command import Parser, command, explain_out_of_memory, repeated, resumable, run_command
 from utils.qat.core.distributed import from_first, leave, on_first
 from utils.qat.core.errors import QatError
 from utils.qat.core.files import is_network, require_source
-from utils.qat.core.log import LOGGER, RESULT, bar, finish, log_to, quiet_upstream
+from utils.qat.core.log import LOGGER, RESULT, bar, finish, quiet_upstream
 from utils.qat.core.machine import describe
 from utils.qat.core.run_folder import run_folder
 
 if TYPE_CHECKING:
-    from models.quantize.run.run import Inputs
     from utils.qat.run.state import Calibration
 
 
@@ -67,7 +66,6 @@ def dry_run(config: QuantizeConfig) -> None:
     from tempfile import TemporaryDirectory
 
     from models.quantize import checkpoint
-    from models.quantize.activations import chosen_activations
     from models.quantize.calibration.ptq import prepare
     from models.quantize.kept import kept_of
     from models.quantize.network import layers
@@ -82,9 +80,10 @@ def dry_run(config: QuantizeConfig) -> None:
     loaded = TorchModel(model)
     config = resolve(config.for_model(loaded), model, 'cuda')  # which allows every option: nothing is computed there
     named = {path: type(m).__name__ for path, m in layers(model).items()}
+    blocks, functions = kept_of(model, config, file.sha256)
     if config.exchanges:
-        LOGGER.log(RESULT, f'{len(chosen_activations(model, config))} activation functions become {config.activation}')
-    conversion, groups = prepare(model, config, kept_of(model, config, file.sha256)[0].paths)
+        LOGGER.log(RESULT, f'{len(functions.exchanged)} activation functions become {config.activation}')
+    conversion, groups = prepare(model, config, blocks.paths)
     tables, scales = dry_run_tables(named, conversion.swapped, conversion.kept_float, groups)
     LOGGER.log(RESULT, f'\n{tables}')
     LOGGER.debug(scales)
@@ -98,44 +97,27 @@ def dry_run(config: QuantizeConfig) -> None:
     finish(command('qat.py', 'quantize', *command_words(vars(config), type(config))))
 
 
-def open_folder(inputs: Inputs, folder: Path | None) -> Path:
-    """Start the log in `folder`, set seeds and rounding, and return the folder in every process.
-
-    folder: see run_folder.run_folder; None in all processes of a torchrun but the first.
-    """
-    import torch
-    from utils.general import init_seeds
-
-    init_seeds(inputs.config.seed)
-    torch.backends.cudnn.deterministic = True
-    folder = from_first(folder)
-    on_first(log_to)(folder / 'log.txt')
-    square = isinstance(inputs.config, SensitiveConfig)
-    LOGGER.info(
-        f'device {describe(inputs.device)}, images scored {inputs.task.seen_as(inputs.config.imgsz, square)}, results in {folder}'
-    )
-    for name in inputs.config.decided:
-        LOGGER.debug(f'{flag_of(name)} {plain(getattr(inputs.config, name))}: decided by {DECIDERS[name]}')
-    return folder
-
-
 def quantize(config: QuantizeConfig, folder: Path | None) -> None:
     """Calibrate and fine-tune a float checkpoint, and score each stage. Results of finished stages stay on disk.
 
     folder: see run_folder.run_folder. With config.resume it has an interrupted run, which continues.
     """
-    from models.quantize.run.run import open_inputs, open_run
+    from models.quantize.run.duration import announce
+    from models.quantize.run.run import Run, begin, open_inputs, open_work
     from models.quantize.run.stages import run_stages
     from utils.qat.core.run_folder import DELIVERED
     from utils.qat.run.report import conclusions, export_of_run, run_table
     from utils.qat.run.state import STATE
 
-    run = open_run(open_inputs(config))
-    run.start(open_folder(run, folder))
-    with resumable(run.folder / STATE, repeated('qat.py', 'quantize', '--resume', run.folder)):
-        run_stages(run)
-    state, folder = run.state, run.folder
-    seen = f'images {run.task.seen_as(run.config.imgsz, False)}'
+    inputs = open_inputs(config)
+    work = open_work(inputs)
+    folder = from_first(folder)  # the others have None
+    begin(inputs, folder)
+    run = Run(inputs, work, folder)
+    with resumable(folder / STATE, repeated('qat.py', 'quantize', '--resume', folder)):
+        announce(run, inputs.config, work)
+        run_stages(run, inputs.config, work)
+    state, seen = run.state, f'images {run.task.seen_as(inputs.config.imgsz, False)}'
     LOGGER.log(RESULT, '\n'.join(('', seen, '', run_table(state, brief=True), '', *conclusions(state), '')))
     finish(export_of_run(folder, state), report=folder / 'report.md', weights=folder / DELIVERED)
 
@@ -149,7 +131,7 @@ def sensitive(config: SensitiveConfig, folder: Path | None) -> None:
     from models.quantize.analysis.sensitivity import analyse
     from models.quantize.calibration.ptq import calibrated
     from models.quantize.network import require_known_head
-    from models.quantize.run.run import open_inputs
+    from models.quantize.run.run import begin, open_inputs
     from utils.qat.core.machine import versions
     from utils.qat.evaluation.interval import in_words
     from utils.qat.run.sensitivity_summary import (
@@ -169,7 +151,8 @@ def sensitive(config: SensitiveConfig, folder: Path | None) -> None:
         square=True, limit=config.num_image or None, need_labels=config.metric != 'distortion'
     )
 
-    folder = open_folder(inputs, folder)
+    folder = from_first(folder)  # the others have None
+    begin(inputs, folder)
     if config.exchanges:
         paths = exchangeable(inputs.model, config.activation)
         model = exchanged(inputs.model, config.activation, paths)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from utils.qat.config.export import ExportConfig
 from utils.qat.config.qat import LEARNT, EvalConfig, PtqConfig
-from utils.qat.config.tables import format_of, load_target
+from utils.qat.config.tables import format_of
 from utils.qat.core.errors import QatError as QatError  # what mistakes raise
 from utils.qat.core.log import quiet_upstream
 from utils.qat.core.machine import exact_convolutions
@@ -64,13 +64,14 @@ def prepare(model: Network, target: str, exclude: Sequence[str] = (), only: Sequ
 
     >>> q.prepare(model, target='tensorrt')
     """
-    from models.quantize import checkpoint, convert, network
+    from models.quantize import checkpoint, convert
     from models.quantize.calibration import ptq
+    from models.quantize.kept import left_out
 
     config = PtqConfig(target=target, activation='keep')
     with quiet_upstream():
         checkpoint.fuse(model.eval()).requires_grad_()
-    kept = network.left_out([*convert.find_twins(model, load_target(target))], exclude, only)
+    kept = left_out([*convert.find_twins(model, config.made_for)], exclude, only)
     ptq.prepare(model, config, kept)
     model.quant = {'source_sha256': '', **getattr(model, 'quant', {}), 'recipe': {**config.plain(), 'kept_float': kept}}
 

@@ -30,13 +30,12 @@ import torch
 
 from models.deploy.formats.onnx import export_onnx
 from models.quantize import checkpoint
-from models.quantize.activations import chosen_activations, exchanged, finish_exchange
+from models.quantize.activations import exchangeable, exchanged, finish_exchange
 from models.quantize.calibration.calibrate import fit_ranges
 from models.quantize.calibration.ptq import prepare
 from openvino_nncf import CPU, in_bf16, quantized_by_nncf, time_in_turns
 from utils.qat.backends.pytorch import TorchModel
 from utils.qat.config.qat import ACTIVATIONS, QuantizeConfig
-from utils.qat.config.tables import load_target
 from utils.qat.core.command import Parser, run_command
 from utils.qat.core.files import require_data, require_file, write_json
 from utils.qat.core.log import quiet_upstream
@@ -69,7 +68,7 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
 def sessions_of(model: Network, images: Any, config: QuantizeConfig, folder: Path, nncf: bool) -> dict[str, Any]:
     """Write a float model in every precision of the engines, and open the files: engine and precision → session."""
     folder.mkdir()
-    target = load_target(config.target)
+    target = config.made_for
     export_onnx(model, folder / 'float.onnx', config.imgsz, target=target)
     quantized = deepcopy(model)
     prepare(quantized, config)
@@ -114,7 +113,7 @@ def measure(args: argparse.Namespace, folder: Path) -> dict[str, dict[str, float
                 images = Loaders(data, config, teacher.stride, CPU).calibration()
                 model = teacher.model
                 if config.exchanges:
-                    model = finish_exchange(exchanged(model, activation, chosen_activations(model, config)))
+                    model = finish_exchange(exchanged(model, activation, exchangeable(model, activation)))
                 of_activation = sessions_of(model, images, config, folder / f'{engine}-{activation}', args.nncf)
                 sessions |= {f'{activation}, {name}': session for name, session in of_activation.items()}
     return time_in_turns(sessions, next(iter(images))[:1], args.rounds)

@@ -15,9 +15,8 @@ import torch
 import torch.nn as nn
 from torchvision.ops.misc import SqueezeExcitation
 
-from models.quantize.network import left_out, replace_module
+from models.quantize.network import replace_module
 from utils.qat.config.qat import AUTO, PtqConfig, QuantizeConfig
-from utils.qat.config.tables import load_target
 from utils.qat.core.errors import QatError
 from utils.qat.core.log import LOGGER
 from utils.qat.core.upstream import Network
@@ -97,7 +96,7 @@ def activation_for(model: Network, config: PtqConfig) -> str:
     AUTO is the target's in a run of `quantize`, for a network of YOLOv9 that has a function to exchange; networks of torchvision were not
     measured. Raises QatError if config.activation replaces nothing in `model`, or the target's engine gains nothing by it.
     """
-    target, activation = load_target(config.target), config.activation
+    target, activation = config.made_for, config.activation
     if activation == AUTO:
         known = isinstance(config, QuantizeConfig) and hasattr(model, 'model') and target.activation in REPLACED
         if not (known and exchangeable(model, target.activation)):
@@ -116,13 +115,6 @@ def activation_for(model: Network, config: PtqConfig) -> str:
             f'--activation {activation}: the model has no {names} to exchange for it; leave --activation out'
         )
     return activation
-
-
-def chosen_activations(model: Network, config: QuantizeConfig) -> list[str]:
-    """List the paths of the activation functions that config exchanges."""
-    paths = exchangeable(model, config.activation)
-    kept = left_out(paths, only=config.activation_only, flag='--activation-only') if config.activation_only else []
-    return [path for path in paths if path not in kept]
 
 
 def exchanged(model: Network, activation: str, paths: Sequence[str]) -> Network:

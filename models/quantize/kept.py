@@ -1,17 +1,17 @@
 """The user names blocks that stay in float and activation functions that are not exchanged, or a budget decides how many."""
 
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
 from models.quantize.activations import exchangeable
 from models.quantize.convert import find_twins
-from models.quantize.network import left_out
 from utils.qat.config.qat import QuantizeConfig
-from utils.qat.config.tables import load_target
-from utils.qat.core.errors import QatError
+from utils.qat.core.errors import QatError, reporting
 from utils.qat.core.log import LOGGER
 from utils.qat.core.upstream import Network
+from utils.qat.evaluation.interval import Change, boxes_and_masks, points_lost
 from utils.qat.run.sensitivity_summary import Summary, Unit, read_summary, worst
 
 T = TypeVar('T')
@@ -23,6 +23,7 @@ class Kept:
 
     paths: list[str]
     summary: Summary | None = None  # of the units; None if none may be added
+    exchanged: Sequence[str] = ()  # paths of the activation functions of which these stay
 
     def by_distortion_per_flop(self) -> list[Unit]:
         """Sort the units in the order in which they are added: most distortion per FLOP first."""
@@ -51,19 +52,49 @@ def ranks_activations(summary: Summary | None) -> bool:
     return summary is not None and summary['settings']['activation'] != 'keep'
 
 
+def _matching(paths: Sequence[str], regex: str, flag: str) -> set[str]:
+    """Select the paths that `regex`, given with `flag`, matches from their start up to their end or a dot."""
+    with reporting(f'{flag} {regex}: no regular expression', re.error):
+        pattern = re.compile(f'(?:{regex})(?:\\.|$)')
+    matches = {path for path in paths if pattern.match(path)}
+    if not matches:
+        raise QatError(
+            f'{flag} {regex}: matches no quantized layer; their paths start like {min(paths)}, and '
+            'sensitive --granularity conv lists them all'
+        )
+    return matches
+
+
+def left_out(
+    paths: Sequence[str], exclude: Sequence[str] = (), only: Sequence[str] = (), flag: str = '--only'
+) -> list[str]:
+    """Select the twins, of `paths`, that stay in float by the regular expressions of --exclude and --only.
+
+    They are matched from the start of a path: 'model.2' is layer 2 and everything in it, and not layer 22. With `only`,
+    a twin that none of them matches stays in float. Raises QatError if an expression is invalid or matches nothing, or
+    if no twin is left to quantize. `flag` is the option of `only`.
+    """
+    chosen: set[str] = set().union(*(_matching(paths, regex, flag) for regex in only)) if only else set(paths)
+    chosen -= set().union(*(_matching(paths, regex, '--exclude') for regex in exclude))
+    if not chosen:
+        raise QatError('--exclude, --only: nothing is left to quantize')
+    return [path for path in paths if path not in chosen]
+
+
 def kept_of(reference: Network, config: QuantizeConfig, source: str) -> tuple[Kept, Kept]:
     """Choose the blocks of the fused float model `reference` that stay in float, and the activation functions that stay.
 
-    `source` is the SHA-256 of the model's file, in hex digits. Raises QatError if --exclude, --only or --keep-float name blocks or
-    units that the model or the summary lacks, or if nothing is left to quantize.
+    `source` is the SHA-256 of the model's file, in hex digits. Raises QatError if --activation-only, --exclude, --only or --keep-float
+    name what the model or the summary lacks, or if nothing is left to quantize.
     """
-    target = load_target(config.target)
-    twins = list(find_twins(reference, target))
-    blocks, functions = Kept(left_out(twins, config.exclude, config.only)), Kept([])
+    own = exchangeable(reference, config.activation) if config.exchanges else []
+    twins = list(find_twins(reference, config.made_for))
+    others = left_out(own, only=config.activation_only, flag='--activation-only') if own else []
+    blocks = Kept(left_out(twins, config.exclude, config.only))
+    functions = Kept([], exchanged=[path for path in own if path not in others])
     if not config.sensitive:
         return blocks, functions
-    own = exchangeable(reference, config.activation) if config.exchanges else []
-    summary = read_summary(config.sensitive, source, twins, target, config.activation, own)
+    summary = read_summary(config.sensitive, source, twins, config.made_for, config.activation, own)
     units = worst(summary)[: config.keep_float]
     if len(units) == len(summary['units']):
         raise QatError(
@@ -74,13 +105,15 @@ def kept_of(reference: Network, config: QuantizeConfig, source: str) -> tuple[Ke
     return (blocks, chosen) if ranks_activations(summary) else (chosen, functions)
 
 
-def within_budget(first: Kept, budget: float, attempt: Callable[[Kept], tuple[float, T]]) -> tuple[Kept, T]:
+def within_budget(
+    first: Kept, budget: float, images: int, make: Callable[[Kept], T], score: Callable[[T], Change]
+) -> tuple[Kept, T]:
     """Find the fewest units that must stay to keep the loss of AP within `budget`, in points (0.01).
 
     Add units of first.summary to `first` in the order of their cost per FLOP. Double their number until the budget is
-    kept, then bisect between the last two numbers. `attempt` changes all but what stays, and returns the points lost (0
-    for a loss within the confidence interval) and any result, which is returned with what stays. Raises QatError if no number of units
-    keeps the budget.
+    kept, then bisect between the last two numbers. `make` changes all but what stays, and `score` gives the change of AP of the
+    result on `images` images. Returns what stays, and the result. Warn if the budget lies within the confidence interval, in which a
+    loss counts as none. Raises QatError if no number of units keeps the budget.
     """
     order = first.by_distortion_per_flop()
     lost: dict[int, float] = {}  # number of units → points lost
@@ -88,7 +121,17 @@ def within_budget(first: Kept, budget: float, attempt: Callable[[Kept], tuple[fl
 
     def keeps(n: int) -> bool:
         of_n = first.adding(order[:n]) if n else first
-        lost[n], result = attempt(of_n)
+        result = make(of_n)
+        change = score(result)
+        half_width = 100 * max(part['chance'] for part in boxes_and_masks(change))
+        if half_width > budget and not lost:
+            LOGGER.warning(
+                f'--max-drop {budget}: within the confidence interval, which is ± {half_width:.2f} points on these '
+                f'{images} images: no layer is left in float for a loss within it; to keep so small a budget use more '
+                'images (val in --data)'
+            )
+        lost[n] = points_lost(change)
+        LOGGER.info(f'{lost[n]:.2f} points lost beyond the confidence interval, at most {budget} allowed')
         if lost[n] <= budget:
             kept.clear()  # the results with more units
             kept[n] = of_n, result

@@ -4,8 +4,7 @@ Units are layers, blocks or convolutions that are measured, and kept in float, a
 contains the quantized twins at that path and below (see blocks.py).
 """
 
-import re
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 
 import torch
@@ -14,7 +13,7 @@ from torch.nn.utils.fusion import fuse_conv_bn_eval
 from torch.utils.hooks import RemovableHandle
 
 from utils.qat.backends.pytorch import task_of
-from utils.qat.core.errors import QatError, reporting
+from utils.qat.core.errors import QatError
 from utils.qat.core.upstream import Network
 
 BLANK = 64  # pixels: height and width of the image of a dry run
@@ -144,35 +143,6 @@ def find_units(model: Network, twins: Collection[str], granularity: str) -> dict
         if path in twins:
             units.setdefault(unit_of[granularity](path), []).append(path)
     return units
-
-
-def _matching(paths: Sequence[str], regex: str, flag: str) -> set[str]:
-    """Select the paths that `regex`, given with `flag`, matches from their start up to their end or a dot."""
-    with reporting(f'{flag} {regex}: no regular expression', re.error):
-        pattern = re.compile(f'(?:{regex})(?:\\.|$)')
-    matches = {path for path in paths if pattern.match(path)}
-    if not matches:
-        raise QatError(
-            f'{flag} {regex}: matches no quantized layer; their paths start like {min(paths)}, and '
-            'sensitive --granularity conv lists them all'
-        )
-    return matches
-
-
-def left_out(
-    paths: Sequence[str], exclude: Sequence[str] = (), only: Sequence[str] = (), flag: str = '--only'
-) -> list[str]:
-    """Select the twins, of `paths`, that stay in float by the regular expressions of --exclude and --only.
-
-    They are matched from the start of a path: 'model.2' is layer 2 and everything in it, and not layer 22. With `only`,
-    a twin that none of them matches stays in float. Raises QatError if an expression is invalid or matches nothing, or
-    if no twin is left to quantize. `flag` is the option of `only`.
-    """
-    chosen: set[str] = set().union(*(_matching(paths, regex, flag) for regex in only)) if only else set(paths)
-    chosen -= set().union(*(_matching(paths, regex, '--exclude') for regex in exclude))
-    if not chosen:
-        raise QatError('--exclude, --only: nothing is left to quantize')
-    return [path for path in paths if path not in chosen]
 
 
 def replace_module(model: Network, path: str, module: nn.Module) -> None:

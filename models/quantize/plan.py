@@ -4,8 +4,6 @@ from dataclasses import replace
 from typing import TypeVar
 
 from models.quantize.activations import activation_for
-from models.quantize.adapt import RATE
-from models.quantize.finetuning.loop import Learning
 from utils.qat.config.qat import LEARNT, CalibrationConfig, QuantizeConfig
 from utils.qat.core.errors import QatError
 from utils.qat.core.log import LOGGER
@@ -39,15 +37,3 @@ def resolve(asked: Plan, model: Network, device: str, data: Data | ImageFolders 
         LOGGER.warning(f'{data.flag} {data.file}: no image has a label, so nothing is scored')
         plan = replace(plan, eval_origin=False, eval_ptq=False)
     return plan
-
-
-def fine_tuning(plan: QuantizeConfig) -> Learning:
-    """Return how the calibrated model learns; one with ReLUs cannot reproduce every layer, so its boxes count too."""
-    assert plan.lr and plan.task_loss is not None and plan.amp and plan.compile is not None
-    rest = plan.task_loss, plan.amp, plan.compile, plan.supervision_stride
-    return Learning(plan.epochs, plan.iters, plan.lr, *rest, boxes=plan.activation in LEARNT)
-
-
-def adaptation(plan: QuantizeConfig) -> Learning:
-    """Return how the float model learns its new activation functions."""
-    return replace(fine_tuning(plan), epochs=plan.activation_epochs, rate=RATE, label_weight=0.0)

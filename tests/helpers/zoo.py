@@ -28,8 +28,8 @@ from models.quantize import checkpoint
 from models.quantize.blocks import is_quantized
 from models.quantize.calibration.calibrate import fit_ranges
 from models.quantize.convert import quantize_model
-from models.quantize.plan import fine_tuning
 from models.quantize.reparameterize import reparameterize
+from models.quantize.run.stages import fine_tuning
 from models.quantize.scales import tie_scales
 from utils.qat.backends.pytorch import TorchModel
 from utils.qat.config.export import ExportConfig

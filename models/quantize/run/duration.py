@@ -7,8 +7,8 @@ from collections.abc import Sequence
 
 import torch
 
-from models.quantize.run.run import Run
-from utils.qat.config.qat import PRICES
+from models.quantize.run.run import Run, Work
+from utils.qat.config.qat import PRICES, QuantizeConfig
 from utils.qat.core.log import LOGGER
 from utils.qat.core.text import in_words
 from utils.qat.core.upstream import Network
@@ -31,20 +31,20 @@ def seconds_per_image(model: Network, imgsz: Sequence[int], device: torch.device
     return min(taken) / FEW
 
 
-def announce(run: Run) -> None:
+def announce(run: Run, plan: QuantizeConfig, work: Work) -> None:
     """Say what is known of a learnt activation function, and on a CPU how long the epochs that are left will take."""
-    config, state = run.config, run.state
-    if run.adaptation and not state.adapted:
-        LOGGER.info(f'--activation {config.activation}: {PRICES[config.activation]}')
+    state = run.state
+    if work.adaptation and not state.adapted:
+        LOGGER.info(f'--activation {plan.activation}: {PRICES[plan.activation]}')
     if run.device.type == 'cuda':
         return
     ahead = [
-        ('--activation-epochs', run.adaptation, 0 if state.adapted else config.activation_epochs),
-        ('--epochs', run.training, config.epochs - len(state.epochs)),
+        ('--activation-epochs', work.adaptation, 0 if state.adapted else plan.activation_epochs),
+        ('--epochs', work.training, plan.epochs - len(state.epochs)),
     ]
     for flag, images, epochs in ahead:
         if images and epochs:
-            an_image = LEARNT * seconds_per_image(run.model, config.imgsz, run.device)
-            seconds = epochs * an_image * config.batch_size * min(config.iters, len(images))
+            an_image = LEARNT * seconds_per_image(run.model, plan.imgsz, run.device)
+            seconds = epochs * an_image * plan.batch_size * min(plan.iters, len(images))
             hint = '; --epochs 0, calibration alone, is often enough' * (flag == '--epochs')
             LOGGER.info(f'{flag} {epochs} will take about {in_words(seconds)} on this CPU{hint}')

@@ -12,19 +12,20 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from utils.general import init_seeds
 
-from models.quantize.activations import chosen_activations
 from models.quantize.checkpoint import CheckpointFile, save_model
 from models.quantize.kept import Kept, kept_of
 from models.quantize.network import require_known_head
 from models.quantize.plan import resolve
 from utils.qat.backends.pytorch import TorchModel
-from utils.qat.config.qat import LEARNT, CalibrationConfig, QuantizeConfig
+from utils.qat.config.qat import DECIDERS, LEARNT, CalibrationConfig, QuantizeConfig, SensitiveConfig
+from utils.qat.config.settings import flag_of, plain
 from utils.qat.config.tasks import Task
 from utils.qat.core.distributed import from_first, is_first, join, on_first, rank, world_size
 from utils.qat.core.errors import QatError
 from utils.qat.core.files import TEMPORARY, atomic, write_torch
-from utils.qat.core.log import LOGGER, quiet_upstream
+from utils.qat.core.log import LOGGER, log_to, quiet_upstream
 from utils.qat.core.machine import describe, machine, select_device, versions
 from utils.qat.core.run_folder import DELIVERED
 from utils.qat.core.upstream import Network
@@ -56,56 +57,74 @@ def open_inputs(config: CalibrationConfig) -> Inputs:
     join(device)
     with quiet_upstream():
         file = CheckpointFile(config.weights)
-        model = TorchModel(file.load_float(device))
+        network = file.load_float(device)
+        model = TorchModel(network)
     config = config.for_model(model)
     data = model.task.load_data(config.data, model, names_from=config.names_from)
     if config.names_from == 'data' or is_numbered(model.names):
-        model.model.names = data.names
-    config = resolve(config, model.model, device.type, data)
+        network.names = data.names
+    config = resolve(config, network, device.type, data)
     if isinstance(config, QuantizeConfig):
         data = replace(data, val_split=config.val_split)
     images = Loaders(data, config, model.stride, device, (rank(), world_size()))
-    return Inputs(config, device, model.model, file.sha256, model.task, images)
+    return Inputs(config, device, network, file.sha256, model.task, images)
+
+
+def begin(inputs: Inputs, folder: Path) -> None:
+    """Start the log in `folder`, and set seeds and rounding."""
+    init_seeds(inputs.config.seed)
+    torch.backends.cudnn.deterministic = True
+    on_first(log_to)(folder / 'log.txt')
+    seen = inputs.task.seen_as(inputs.config.imgsz, isinstance(inputs.config, SensitiveConfig))
+    LOGGER.info(f'device {describe(inputs.device)}, images scored {seen}, results in {folder}')
+    for name in inputs.config.decided:
+        LOGGER.debug(f'{flag_of(name)} {plain(getattr(inputs.config, name))}: decided by {DECIDERS[name]}')
 
 
 @dataclass
-class Run(Inputs):
-    """A run of `quantize` in `folder`, PROJECT/NAME; `start` opens the folder and makes the state, or reads it to go on."""
+class Work:
+    """What a run of `quantize` has to do: the images of each stage that is left, and the parts of the model that stay as they are."""
 
-    scored: dict[str, Loader]  # 'val', and 'held out' if images are held out
+    scored: dict[str, Loader] = field(default_factory=dict)  # 'val', and 'held out' if images are held out
     float_blocks: Kept = Kept([])
     float_functions: Kept = Kept([])  # activation functions that are not exchanged
     calibration: Images | None = None  # None in a run that goes on after the calibration
     adaptation: TrainingImages | None = None  # None if no activation function has to be learnt
     training: TrainingImages | None = None  # None without fine-tuning
-    folder: Path = field(init=False)
-    state: State = field(init=False)
 
-    def start(self, folder: Path) -> None:
+
+class Run:
+    """The float model of a run of `quantize`, the images that score models, the state, and the files in `folder`, PROJECT/NAME."""
+
+    def __init__(self, inputs: Inputs, work: Work, folder: Path) -> None:
         """Open the folder. With config.resume the state is that of the interrupted run; a new run deletes unfinished files.
 
         Raises QatError if the run cannot be resumed, or if the float model has the name that the run gives its best model.
         """
-        self.folder = folder
-        if self.config.resume:
+        self.folder, self.device, self.model = folder, inputs.device, inputs.model
+        self.sha256, self.task, self.data, self.scored = inputs.sha256, inputs.task, inputs.images.data, work.scored
+        learnt = work.training or work.adaptation
+        loaders = {**work.scored, **({'train': learnt.loader} if learnt else {})}
+        images = {name: len(loader.dataset) for name, loader in loaders.items()}
+        if inputs.config.resume:
             from utils.qat.run.resume import read_state  # here, because few runs need it
 
             self.state = read_state(folder)  # read again, because now no other process writes it
-            self._require_images()
+            self._require_images(images)
             self._note_changes()
             return
-        weights = self.config.weights
+        weights = inputs.config.weights
         if (folder / DELIVERED).resolve() == weights.resolve():
             raise QatError(f'--weights {weights}: the run would write its best model there; choose another --name')
-        settings = self.config.plain()
+        settings = inputs.config.plain()
         del settings['resume']  # no setting of the run
         self.state = State(
             settings=settings,
             versions=versions(),
             device=describe(self.device),
             machine=machine(self.device),
-            classes={str(i): name for i, name in self.images.data.names.items()},
-            images=self.numbers(),
+            classes={str(i): name for i, name in self.data.names.items()},
+            images=images,
             resampled={name: {} for name in self.scored},
         )
         on_first((folder / 'weights').mkdir)(exist_ok=True)
@@ -113,18 +132,12 @@ class Run(Inputs):
         self._forget()
         self.report()
 
-    def numbers(self) -> dict[str, int]:
-        """Count the images of 'val', 'held out' and 'train'."""
-        learnt = self.training or self.adaptation
-        loaders = {**self.scored, **({'train': learnt.loader} if learnt else {})}
-        return {name: len(loader.dataset) for name, loader in loaders.items()}
-
-    def _require_images(self) -> None:
+    def _require_images(self, now: dict[str, int]) -> None:
         """Raise QatError unless there are as many images as when the run was started."""
-        now, before, data = self.numbers(), self.state.images, self.images.data.file
+        before = self.state.images
         if now != before:
             raise QatError(
-                f'--resume {self.folder}: {data} had {before} images when the run was started, and has {now}; '
+                f'--resume {self.folder}: {self.data.file} had {before} images when the run was started, and has {now}; '
                 'put the old ones back, or start a new run'
             )
 
@@ -155,7 +168,7 @@ class Run(Inputs):
         """Rename the saved file; its name has the score, after `start`. Returns the path in the folder."""
         key, _ = self.task.metrics.choosing()
         score = f'{getattr(metrics, key):.4f}' if metrics else 'unknown'
-        file = f'weights/{start}_{key}_{score}_{self.config.weights.stem}.pt'
+        file = f'weights/{start}_{key}_{score}_{Path(self.state.settings["weights"]).stem}.pt'
         on_first(os.replace)(self.folder / UNSCORED, self.folder / file)
         return file
 
@@ -169,7 +182,7 @@ class Run(Inputs):
             model, made = checkpoint.load_quantized(self.device)
         if made.get('source_sha256') != self.sha256:
             raise QatError(
-                f'--resume {self.folder}: {self.config.weights} is another file than the run was started with (its SHA-256 '
+                f'--resume {self.folder}: {self.state.settings["weights"]} is another file than the run was started with (its SHA-256 '
                 'differs); put the old one back, or start a new run'
             )
         return model
@@ -208,33 +221,32 @@ class Run(Inputs):
                 path.unlink()
 
 
-def open_run(inputs: Inputs) -> Run:
-    """Open the images of a run of `quantize`, and choose the blocks that stay in float; nothing is written."""
+def open_work(inputs: Inputs) -> Work:
+    """Open the images of a run of `quantize`, and choose what stays as it is; nothing is written."""
     config, images, task, model = inputs.config, inputs.images, inputs.task, inputs.model
     if config.hyp and not task.augments:
         raise QatError(f'--hyp {config.hyp}: images of {task.title} are not augmented, leave it out')
     if config.epochs and config.task_loss:
         require_known_head(model, f'--task-loss {config.task_loss}', 'give --task-loss 0')
-    if config.exchanges:
-        chosen_activations(model, config)  # --activation-only is refused before anything is written
+    work = Work()
+    if config.exchanges or not config.resume:  # a resumed run with --activation may lack the calibration
+        work.float_blocks, work.float_functions = kept_of(model, config, inputs.sha256)
     is_scored = bool(config.epochs or config.eval_origin or config.eval_ptq or config.max_drop is not None)
-    scored = {'val': images.scored(need_labels=is_scored)}
+    work.scored['val'] = images.scored(need_labels=is_scored)
     if is_scored:
-        require_annotations(images.data, scored['val'].dataset.im_files)
+        require_annotations(images.data, work.scored['val'].dataset.im_files)
     if config.val_split:
-        scored['held out'] = images.scored(split='held out')
+        work.scored['held out'] = images.scored(split='held out')
     hyp, learns = load_hyp(config.hyp) if config.hyp else None, config.activation in LEARNT
     augments = learns and task.augments and len(set(config.imgsz)) == 1
     varied, mild = (VARIED, MILD) if augments else (None, None)
-    run = Run(**vars(inputs), scored=scored)
-    if config.exchanges or not config.resume:  # a resumed run with --activation may lack the calibration
-        run.float_blocks, run.float_functions = kept_of(model, config, inputs.sha256)
+    if config.exchanges or not config.resume:
         if learns:
-            run.adaptation = images.training(hyp or varied)
-            run.adaptation.fill(config.iters)
-        run.calibration = images.calibration()
+            work.adaptation = images.training(hyp or varied)
+            work.adaptation.fill(config.iters)
+        work.calibration = images.calibration()
     if config.epochs:
-        run.training = images.training(hyp or mild, labels=config.task_loss > 0)
+        work.training = images.training(hyp or mild, labels=config.task_loss > 0)
         if learns:
-            run.training.fill(config.iters)
-    return run
+            work.training.fill(config.iters)
+    return work

@@ -14,7 +14,7 @@ from utils.qat.core.upstream import Network
 from utils.qat.data.loaders import channels_last
 from utils.qat.evaluation.classes import agreement, divergence
 from utils.qat.evaluation.evaluate import evaluate
-from utils.qat.evaluation.interval import boxes_and_masks, difference, in_words, points_lost
+from utils.qat.evaluation.interval import Change, difference, in_words
 from utils.qat.evaluation.metrics import finds_nothing
 from utils.qat.evaluation.score_tables import Columns
 from utils.qat.run.state import ADAPTED, FLOAT, Stage
@@ -85,28 +85,16 @@ def score(run: Run, model: Network, name: str, split: str) -> Stage:
     return stage
 
 
-def points_lost_by(run: Run, trial: Network, budget: float, first: bool) -> float:
-    """Score a trial model: the points that it loses beyond the confidence interval, INT8 against what it quantizes.
-
-    Warn at the `first` one if `budget` lies within the interval.
-    """
+def change_by(run: Run, trial: Network) -> Change:
+    """Score a trial model: INT8 against what it quantizes, or a float model with other activation functions against the float model."""
     _scored(run, TorchModel(trial), 'trial', run.state.chosen_on)
     resampled = run.state.resampled[run.state.chosen_on]
-    against = difference(resampled.get(ADAPTED, resampled[FLOAT]), resampled['trial'])
-    half_width = 100 * max(part['chance'] for part in boxes_and_masks(against))
-    if half_width > budget and first:
-        LOGGER.warning(
-            f'--max-drop {budget}: within the confidence interval, which is ± {half_width:.2f} points on these '
-            f'{run.state.images[run.state.chosen_on]} images: no layer is left in float for a loss within it; to keep '
-            'so small a budget use more images (val in --data)'
-        )
-    LOGGER.info(f'{points_lost(against):.2f} points lost beyond the confidence interval, at most {budget} allowed')
-    return points_lost(against)
+    return difference(resampled.get(ADAPTED, resampled[FLOAT]), resampled['trial'])
 
 
 def _scored(run: Run, predict: TorchModel, name: str, split: str) -> Stage:
     """Score a model, and compare it with the float model on resamples of the images; the state gets the times and the resamples."""
-    state, data = run.state, run.images.data
+    state, data = run.state, run.data
     start, text = time.perf_counter(), name if split == state.chosen_on else f'{name}, {split}'
     metrics = evaluate(
         predict,

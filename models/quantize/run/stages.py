@@ -6,17 +6,17 @@ Each model is saved, scored as it was saved, and gets the name that carries its 
 import time
 from collections.abc import Callable, Iterable, Iterator
 from copy import deepcopy
+from dataclasses import replace
 from functools import partial
 
-from models.quantize.activations import chosen_activations, exchanged, exchanges, finish_exchange, restore
-from models.quantize.adapt import adapt
+from models.quantize.activations import exchanged, exchanges, finish_exchange, restore
+from models.quantize.adapt import RATE, adapt
 from models.quantize.calibration.ptq import calibrated
-from models.quantize.finetuning.loop import Epoch, UnfitState, finetune
+from models.quantize.finetuning.loop import Epoch, Learning, UnfitState, finetune
 from models.quantize.kept import Kept, within_budget
-from models.quantize.plan import adaptation, fine_tuning
-from models.quantize.run.duration import announce
-from models.quantize.run.run import UNSCORED, Run
-from models.quantize.run.scorer import points_lost_by, score, score_float
+from models.quantize.run.run import UNSCORED, Run, Work
+from models.quantize.run.scorer import change_by, score, score_float
+from utils.qat.config.qat import LEARNT, QuantizeConfig
 from utils.qat.core.log import LOGGER, bar
 from utils.qat.core.run_folder import DELIVERED
 from utils.qat.core.upstream import Network
@@ -24,20 +24,32 @@ from utils.qat.data.loaders import Images, TrainingImages
 from utils.qat.run.state import ADAPTED, BEST, EPOCH, PTQ, Calibration, Stage, unfit_state
 
 
-def run_stages(run: Run) -> None:
+def run_stages(run: Run, plan: QuantizeConfig, work: Work) -> None:
     """Do what is left of a run, and write its last report."""
     state = run.state
-    announce(run)
-    if run.calibration and not state.ptq:
-        if (run.config.eval_origin or run.config.max_drop is not None) and not state.origin:
+    if work.calibration and not state.ptq:
+        if (plan.eval_origin or plan.max_drop is not None) and not state.origin:
             state.origin = score_float(run, state.chosen_on)
-        calibrate(run, adapted(run) if run.config.exchanges else run.model, run.calibration)
-    run.calibration = run.adaptation = None  # ends the processes that load their images
-    if run.training:
-        fine_tune(run, run.training)
+        reference = adapted(run, plan, work) if plan.exchanges else run.model
+        calibrate(run, reference, work.calibration, plan, work.float_blocks)
+    work.calibration = work.adaptation = None  # ends the processes that load their images
+    if work.training:
+        fine_tune(run, work.training, fine_tuning(plan))
     if state.chosen_on != 'val':
         score_on_val(run)
     run.finish()
+
+
+def fine_tuning(plan: QuantizeConfig) -> Learning:
+    """Return how the calibrated model learns; one with ReLUs cannot reproduce every layer, so its boxes count too."""
+    assert plan.lr and plan.task_loss is not None and plan.amp and plan.compile is not None
+    rest = plan.task_loss, plan.amp, plan.compile, plan.supervision_stride
+    return Learning(plan.epochs, plan.iters, plan.lr, *rest, boxes=plan.activation in LEARNT)
+
+
+def adaptation(plan: QuantizeConfig) -> Learning:
+    """Return how the float model learns its new activation functions."""
+    return replace(fine_tuning(plan), epochs=plan.activation_epochs, rate=RATE, label_weight=0.0)
 
 
 def keep_model(run: Run, model: Network, start: str, name: str, scoring: bool = True) -> Stage:
@@ -48,74 +60,74 @@ def keep_model(run: Run, model: Network, start: str, name: str, scoring: bool = 
     return stage
 
 
-def adapted(run: Run) -> Network:
+def adapted(run: Run, plan: QuantizeConfig, work: Work) -> Network:
     """Exchange activation functions, teach the float model those that it has to learn, save and score it, and return it.
 
-    With a summary that ranks them as many stay as config.max_drop needs before the model learns.
+    With a summary that ranks them as many stay as plan.max_drop needs before the model learns.
     """
-    config, kept, state = run.config, run.float_functions, run.state
+    kept, state, activation = work.float_functions, run.state, plan.activation
     if state.adapted:
         return run.load(state.adapted.file)
-    student = exchanged(run.model, config.activation, chosen_activations(run.model, config))
+    student = exchanged(run.model, activation, kept.exchanged)
 
-    def attempt(tried: Kept) -> tuple[float, object]:
-        trial = finish_exchange(restore(deepcopy(student), tried.paths))
-        return points_lost_by(run, trial, config.max_drop, tried is run.float_functions), None
+    def trial(tried: Kept) -> Network:
+        return finish_exchange(restore(deepcopy(student), tried.paths))
 
     if not state.training:
-        if kept.summary and config.max_drop is not None:
-            kept, _ = within_budget(kept, config.max_drop, attempt)
+        if kept.summary and plan.max_drop is not None:
+            images = state.images[state.chosen_on]
+            kept, _ = within_budget(kept, plan.max_drop, images, trial, partial(change_by, run))
         state.kept_activations = kept.paths
     student = restore(student, state.kept_activations)
-    LOGGER.info(f'{len(exchanges(student))} activation functions become {config.activation}')
+    LOGGER.info(f'{len(exchanges(student))} activation functions become {activation}')
     loss = None
-    if run.adaptation:
-        what = f'{config.activation}, epoch'
-        how = adaptation(config)
-        learn = partial(adapt, student, deepcopy(run.model), run.adaptation, how)
-        for epoch in kept_epochs(learn, run.adaptation, run, what, how.epochs):
+    if work.adaptation:
+        what, how = f'{activation}, epoch', adaptation(plan)
+        learn = partial(adapt, student, deepcopy(run.model), work.adaptation, how)
+        for epoch in kept_epochs(learn, work.adaptation, run, what, how.epochs):
             loss = epoch.loss
-            state.times[f'{config.activation} {EPOCH.format(epoch.number)}'] = round(epoch.seconds, 2)
+            state.times[f'{activation} {EPOCH.format(epoch.number)}'] = round(epoch.seconds, 2)
             LOGGER.info(f'{what} {epoch.number}: loss {loss:.4f}')
             run.report()
-    stage = keep_model(run, finish_exchange(student).eval(), f'float_{config.activation}', ADAPTED, config.eval_ptq)
+    stage = keep_model(run, finish_exchange(student).eval(), f'float_{activation}', ADAPTED, plan.eval_ptq)
     stage.loss, state.adapted, state.training = loss, stage, None
     run.keep()
     return run.load(stage.file)
 
 
-def calibrate(run: Run, reference: Network, images: Images) -> None:
+def calibrate(run: Run, reference: Network, images: Images, plan: QuantizeConfig, kept: Kept) -> None:
     """Run PTQ: calibrate a quantized copy of a float model on images, save and score it.
 
-    More blocks than run.float_blocks stay in float if config.max_drop sets a budget for them.
+    More blocks than `kept` stay in float if plan.max_drop sets a budget for them.
     """
-    config, kept, state, start = run.config, run.float_blocks, run.state, time.perf_counter()
+    state, start = run.state, time.perf_counter()
 
-    def attempt(tried: Kept) -> tuple[float, tuple[Network, Calibration]]:
-        model, how = calibrated(reference, images, config, bar, tried.paths)
-        return points_lost_by(run, model, config.max_drop, tried is run.float_blocks), (model, how)
+    def quantized(tried: Kept) -> tuple[Network, Calibration]:
+        return calibrated(reference, images, plan, bar, tried.paths)
 
-    if kept.summary and config.max_drop is not None:
-        kept, (model, state.calibration) = within_budget(kept, config.max_drop, attempt)
+    if kept.summary and plan.max_drop is not None:
+        number = state.images[state.chosen_on]
+        kept, made = within_budget(kept, plan.max_drop, number, quantized, lambda made: change_by(run, made[0]))
     else:
-        model, state.calibration = calibrated(reference, images, config, bar, kept.paths)
+        made = quantized(kept)
+    model, state.calibration = made
     state.kept_float = kept.paths
     state.times['calibrate'] = round(time.perf_counter() - start, 2)
     LOGGER.info(f'calibration took {state.times["calibrate"]:.1f} s')
-    state.ptq = keep_model(run, model, 'ptq', PTQ, config.eval_ptq)
-    if config.epochs:
+    state.ptq = keep_model(run, model, 'ptq', PTQ, plan.eval_ptq)
+    if plan.epochs:
         run.keep()
         run.report()
     run.copy(state.ptq.file, DELIVERED)  # after the state: interrupted here it loses no calibration
 
 
-def fine_tune(run: Run, images: TrainingImages) -> None:
+def fine_tune(run: Run, images: TrainingImages, how: Learning) -> None:
     """Run QAT: fine-tune the calibrated model, and save, score and report it after each epoch."""
     state = run.state
     assert state.ptq  # the calibrated model
     student = run.load(state.ptq.file)
-    learn = partial(finetune, student, deepcopy(run.model), images, fine_tuning(run.config))
-    for epoch in kept_epochs(learn, images, run, 'epoch', run.config.epochs):
+    learn = partial(finetune, student, deepcopy(run.model), images, how)
+    for epoch in kept_epochs(learn, images, run, 'epoch', how.epochs):
         name = EPOCH.format(epoch.number)
         stage = keep_model(run, student, f'qat_ep_{epoch.number}', name)
         stage.epoch, stage.loss = epoch.number, epoch.loss

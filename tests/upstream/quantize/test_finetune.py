@@ -23,8 +23,9 @@ from models.quantize.finetuning.training_step import (
     relative_error,
 )
 from models.quantize.network import head_of
-from models.quantize.plan import adaptation, resolve
+from models.quantize.plan import resolve
 from models.quantize.quantizers import FixedScales, named_quantizers, quantizers_off
+from models.quantize.run.stages import adaptation
 from utils.qat.config.tasks import load_task
 from utils.qat.core.errors import QatError
 from utils.qat.data.dataset import load_data, load_hyp

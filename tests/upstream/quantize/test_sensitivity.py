@@ -16,8 +16,8 @@ from models.quantize.blocks import Twin
 from models.quantize.calibration.calibrate import fit_ranges
 from models.quantize.calibration.divergence import HeadOutputs
 from models.quantize.convert import CHOSEN, find_twins, quantize_model
-from models.quantize.kept import Kept, within_budget
-from models.quantize.network import find_units, left_out
+from models.quantize.kept import Kept, left_out, within_budget
+from models.quantize.network import find_units
 from models.quantize.quantizers import named_quantizers
 from models.quantize.scales import scale_groups, tie_scales
 from utils.qat.config.tasks import load_task
@@ -241,17 +241,25 @@ def test_orders():
     assert [u['unit'] for u in Kept([], {'units': units}).by_distortion_per_flop()] == ['c', 'a', 'b']
 
 
+def losing(points):
+    """The change of AP of a model that loses so many points beyond chance."""
+    return {'difference': -points / 100, 'chance': 0.0}
+
+
 @pytest.mark.parametrize('needed', [0, 1, 2, 3, 5, 8, 18])
 def test_the_smallest_number_that_keeps_the_budget(summary, needed):
     assert len(summary['units']) > 20
     attempts = []
 
-    def attempt(blocks):
+    def make(blocks):
         n = sum(set(u['twins']) <= set(blocks.paths) for u in summary['units'])
         attempts.append(n)
-        return (0.1 if n >= needed else 0.5), n
+        return n
 
-    blocks, result = within_budget(Kept([], summary), 0.2, attempt)
+    def score(n):
+        return losing(0.1 if n >= needed else 0.5)
+
+    blocks, result = within_budget(Kept([], summary), 0.2, 100, make, score)
     assert result == needed and set(blocks.paths) == {
         p for u in Kept([], summary).by_distortion_per_flop()[:needed] for p in u['twins']
     }
@@ -260,7 +268,7 @@ def test_the_smallest_number_that_keeps_the_budget(summary, needed):
 
 def test_a_budget_that_cannot_be_kept_is_said(summary):
     with pytest.raises(QatError, match='--max-drop 0.2: not kept .* lose 0.40 points'):
-        within_budget(Kept([], summary), 0.2, lambda blocks: (0.5 if blocks.paths else 0.4, None))
+        within_budget(Kept([], summary), 0.2, 100, lambda blocks: 0.5 if blocks.paths else 0.4, losing)
 
 
 # ---- a damaged model ----------------------------------------------------------------------------------------------------

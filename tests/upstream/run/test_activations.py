@@ -21,7 +21,6 @@ from models.quantize.activations import (
     REPLACED,
     PolynomialSiLU,
     activation_for,
-    chosen_activations,
     exchangeable,
     exchanged,
     exchanges,
@@ -33,8 +32,9 @@ from models.quantize.calibration.calibrate import fit_ranges
 from models.quantize.calibration.divergence import HeadOutputs
 from models.quantize.convert import quantize_model
 from models.quantize.finetuning.loop import Learning
-from models.quantize.run.run import open_inputs, open_run
-from models.quantize.run.scorer import points_lost_by, score_float
+from models.quantize.kept import kept_of
+from models.quantize.run.run import Run, open_inputs, open_work
+from models.quantize.run.scorer import change_by, score_float
 from models.quantize.scales import never_negative, tie_scales
 from test_resume import alike
 from utils.qat.backends.detections import prepared
@@ -44,6 +44,7 @@ from utils.qat.core.errors import QatError
 from utils.qat.core.run_folder import DELIVERED
 from utils.qat.data.dataset import load_data
 from utils.qat.data.loaders import EpochBatches, Loaders, TrainingImages
+from utils.qat.evaluation.interval import points_lost
 from utils.qat.graph.audit import audit
 from utils.qat.run.sensitivity_summary import FILE, worst
 from utils.qat.run.state import ADAPTED, FLOAT, STATE
@@ -57,7 +58,7 @@ IMAGES = [image(64, 4, seed) for seed in range(3)]
 def exchanged_model(small, activation, **changes):
     """The small network with other activation functions, nothing learnt."""
     model = small.float_model()
-    paths = chosen_activations(model, settings(activation=activation, **changes))
+    paths = kept_of(model, settings(activation=activation, **changes), '')[1].exchanged
     return finish_exchange(exchanged(model, activation, paths))
 
 
@@ -177,10 +178,10 @@ def signed_quantizers(model):
 
 def test_patterns_choose_layers(small):
     model = small.float_model()
-    paths = chosen_activations(model, settings(activation='relu', activation_only=['model.0', r'model\.2\.cv1']))
-    assert paths == [p for p in exchangeable(model, 'relu') if p.startswith(('model.0.', 'model.2.cv1.'))]
+    _, functions = kept_of(model, settings(activation='relu', activation_only=['model.0', r'model\.2\.cv1']), '')
+    assert functions.exchanged == [p for p in exchangeable(model, 'relu') if p.startswith(('model.0.', 'model.2.cv1.'))]
     with pytest.raises(QatError, match='--activation-only model.99: matches no'):
-        chosen_activations(model, settings(activation='relu', activation_only=['model.99']))
+        kept_of(model, settings(activation='relu', activation_only=['model.99']), '')
 
 
 class Counted(TrainingImages):
@@ -228,7 +229,7 @@ def test_the_model_learns_its_new_functions(small):
 def test_with_relu_an_epoch_has_iters_steps_on_labels(small, changes, labelled, sizes):
     """In full batches, of images that are neither mirrored nor in mosaics; the model learns its functions before, from those that are."""
     config = {'batch_size': 5, 'weights': small.single, 'data': small.data, 'target': 'openvino', 'iters': 10}
-    opened = open_run(open_inputs(settings(**{**config, **changes})))
+    opened = open_work(open_inputs(settings(**{**config, **changes})))
     steps = list(islice(opened.training, 10))
     assert isinstance(steps[0], tuple) == labelled
     assert [len(step[0] if labelled else step) for step in steps] == sizes
@@ -248,19 +249,19 @@ def test_without_any_label_a_loss_on_them_is_refused(small, tmp_path):
     data.write_text(data.read_text().replace(str(small.data.parent), str(folder)))
     config = settings(weights=small.single, data=data, target='openvino', activation='relu')
     with pytest.raises(QatError, match='train: none of its .* nothing can be learnt from; --task-loss 0 needs none'):
-        open_run(open_inputs(config))
+        open_work(open_inputs(config))
 
 
 def test_a_budget_for_int8_is_beside_the_model_that_it_quantizes(small, tmp_path):
-    run = open_run(open_inputs(settings(weights=small.single, data=small.data, imgsz=64, device='cpu')))
-    run.start(tmp_path)
+    inputs = open_inputs(settings(weights=small.single, data=small.data, imgsz=64, device='cpu'))
+    run = Run(inputs, open_work(inputs), tmp_path)
     score_float(run, 'val')
     resampled = run.state.resampled['val']
     own, trial = resampled[FLOAT], small.float_model()
     resampled[FLOAT] = own + 0.5
-    assert points_lost_by(run, trial, 100.0, first=False) == pytest.approx(50)
+    assert points_lost(change_by(run, trial)) == pytest.approx(50)
     resampled[ADAPTED] = own
-    assert points_lost_by(run, trial, 100.0, first=False) == 0
+    assert points_lost(change_by(run, trial)) == 0
 
 
 def test_a_model_with_relu_already_is_refused(small, tmp_path):

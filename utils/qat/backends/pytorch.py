@@ -79,12 +79,12 @@ class TorchModel:
             context: entered for each pass, such as quantizers.RoundedOnce.
         """
         self.model, self.recipe = model.eval(), quant and quant['recipe']
-        self.target, self.context = target_of_recipe(self.recipe), context or nullcontext()
+        self.context = context or nullcontext()
         self.names, self.stride, self.nc = model.names, stride_of(model), len(model.names)
         self.task, head = task_of(model), model.model[-1] if hasattr(model, 'model') else model
         self.nc, self.kind = getattr(head, 'nc', self.nc), f'its head is {type(head).__name__}'
         self.device = next(model.parameters()).device
-        self.quantized_for = sides_in(self.recipe)
+        self.quantized_for, self.target = sides_in(self.recipe), target_of_recipe(self.recipe)
 
     def __call__(self, images: torch.Tensor) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
         """Predict for images FP32 [B, 3, H, W] in 0..1: see file_model.py."""

@@ -3,14 +3,16 @@
 TensorRT moves a Q backward and a DQ forward across operations that only move or select values (Concat, MaxPool, split,
 nearest resize, reshape). If the scales on the two sides differ, it must requantize, which costs a kernel and precision.
 So all tensors joined by such operations form one group with one scale, and so do tensors that share a quantizer (the
-addends of a residual Add). Sources: NVIDIA-AI-IOT/yolo_deepstream,
+addends of a residual Add). For TensorRT a wide sum in a Concat shares it with its addends, so that the convolution behind reads
+these in its place, see utils/qat/vendors/tensorrt/sums.py. Sources: NVIDIA-AI-IOT/yolo_deepstream,
 yolov7_qat/doc/Guidance_of_QAT_performance_optimization.md, and NVIDIA/Model-Optimizer, `get_concat_eliminated_tensors`.
 
 The run records every operation on every tensor, so names do not matter. Another such run finds the tensors that are never
 negative, for engines that take these as unsigned integers.
 """
 
-from collections.abc import Callable, Iterable, Mapping
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import torch
 import torch.nn as nn
@@ -67,19 +69,35 @@ def _moves(func: object, args: tuple, kwargs: Mapping[str, object]) -> bool:
 class _Watch(TorchFunctionMode):
     """Context that joins the inputs and outputs of every commuting operation.
 
-    It also joins the outputs of equal average poolings of one tensor, because an exporter merges these into one node.
+    It also joins the outputs of equal average poolings of one tensor, because an exporter merges these into one node; and each sum that
+    only a Concat reads with its addends, if these share a scale and have `widths` channels or more.
     """
 
-    def __init__(self, groups: _Groups) -> None:
+    def __init__(self, groups: _Groups, widths: float) -> None:
         super().__init__()
-        self.groups = groups
+        self.groups, self.widths = groups, widths
         self.pooled: dict[tuple[int, str], object] = {}
+        self.sums: list[list[torch.Tensor]] = []  # each sum with its addends, unless something but a Concat has read it
+
+    def join_sums(self) -> None:
+        """Join each sum with its addends, after the run."""
+        for tensors in self.sums:
+            self.groups.join(tensors)
+
+    def _meet_sum(self, result: torch.Tensor, addends: Sequence[torch.Tensor]) -> None:
+        """Take note of a wide sum of tensors that share a scale."""
+        if result.ndim == 4 and result.shape[1] >= self.widths and len({self.groups.find(x) for x in addends}) == 1:
+            self.sums.append([result, *addends])
 
     def __torch_function__(
         self, func: Callable[..., object], types: object, args: tuple = (), kwargs: Mapping[str, object] | None = None
     ) -> object:
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
+        if func is not torch.cat:
+            self.sums = [tensors for tensors in self.sums if all(tensors[0] is not x for x in args)]
+        if func is torch.Tensor.add and isinstance(result, torch.Tensor):
+            self._meet_sum(result, args)
         if _moves(func, args, kwargs):
             self.groups.join(_tensors([*args, *kwargs.values()]) + _tensors(result))
         elif func is F.avg_pool2d:
@@ -134,10 +152,11 @@ def never_negative(model: Network) -> list[tuple[str, Quantizer]]:
 
 
 @torch.no_grad()
-def scale_groups(model: Network) -> list[list[str]]:
+def scale_groups(model: Network, sums: float = math.inf) -> list[list[str]]:
     """Find the groups of activation quantizers (paths) that must share a scale, by a dry run on one blank image.
 
-    They are in the order of the network. A quantizer that shares with no other is a group of one.
+    They are in the order of the network. A quantizer that shares with no other is a group of one. sums: the channels from which on a
+    sum in a Concat shares a scale with its addends, see Target.
     """
     groups = _Groups()
     order: list[int] = []
@@ -147,7 +166,9 @@ def scale_groups(model: Network) -> list[list[str]]:
         order.append(id(quantizer))
         groups.join([quantizer, x] if quantizer.tied else [quantizer])
 
-    _dry_run(model, _Watch(groups), met)
+    watch = _Watch(groups, sums)
+    _dry_run(model, watch, met)
+    watch.join_sums()
     members: dict[int, list[str]] = {}
     for key in dict.fromkeys(order):  # each quantizer once, in the order of its first call
         name, quantizer = activations[key]
@@ -155,9 +176,9 @@ def scale_groups(model: Network) -> list[list[str]]:
     return list(members.values())
 
 
-def tie_scales(model: Network) -> list[list[str]]:
+def tie_scales(model: Network, sums: float = math.inf) -> list[list[str]]:
     """Replace the quantizers of each of `scale_groups` by one, in place: it is calibrated on the inputs of all of them."""
-    groups = scale_groups(model)
+    groups = scale_groups(model, sums)
     owners: dict[int, list[tuple[nn.Module, str]]] = {}  # quantizer → its modules, and its name in each
     for path, module in model.named_modules():
         for name, child in module._modules.items():

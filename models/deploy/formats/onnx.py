@@ -7,6 +7,7 @@ or, on request, in FP32 (opset 23); see utils/qat/vendors/tensorrt/half.py.
 
 import inspect
 import logging
+import math
 import shlex
 import warnings
 from collections.abc import Callable, Iterable, Sequence
@@ -39,6 +40,7 @@ from utils.qat.graph.parts import read_whole
 from utils.qat.vendors.graphs import graph_of
 from utils.qat.vendors.onnxruntime.session import run_graph
 from utils.qat.vendors.tensorrt import half as onnx_half
+from utils.qat.vendors.tensorrt.sums import split_sums
 from utils.qat.vendors.vendor import Target
 
 OUTPUTS = 'output0', 'output1'  # predictions, and prototypes of a segmentation model
@@ -111,6 +113,7 @@ def traced_graph(
         onnx_passes.quantize_moves,
         onnx_passes.merge_duplicates,
         *[onnx_passes.store_int8_weights] * int8_weights,
+        *[partial(split_sums, widths=target.split_sums)] * math.isfinite(target.split_sums),
         *[onnx_half.to_half] * half,
     ]
     logging.getLogger('torch.onnx').setLevel(logging.ERROR)

@@ -201,7 +201,7 @@ def prepare(model: Network, config: PtqConfig, keep_float: Sequence[str] = ()) -
             'not looked at: export, then check with scripts/audit_onnx.py'
         )
     if config.scale_policy == 'tied':
-        tie_scales(model)
+        tie_scales(model, config.made_for.split_sums)
     groups = shared_scales(model)
     LOGGER.info(
         f'{conversion.summary()}\n{sum(map(len, groups))} activation quantizers, {len(groups)} scales ({config.scale_policy})'

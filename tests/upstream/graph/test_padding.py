@@ -1,10 +1,13 @@
-"""Laws of padded widths: with Q/DQ taken out they change no output; with Q/DQ, at most single steps; every width that can is a multiple."""
+"""Laws of padded widths, whole tensors and split sums: with Q/DQ taken out they change no output; with Q/DQ, at most single steps; every
+width that can is a multiple."""
 
 import itertools
 import json
+import math
 import os
 import re
 import subprocess
+from dataclasses import replace
 
 import numpy as np
 import onnx
@@ -18,6 +21,7 @@ from helpers.graphs import copy, metadata, model_of, run_onnx, unread
 from helpers.segmenters import BACKBONE, HEADS
 from helpers.tables import named_rows
 from helpers.zoo import SMALL, assert_within_interval, build, command, fuse, image, program, reading_parts, settings
+from models.common import RepNCSP
 from onnx import TensorProto, numpy_helper
 from onnx.reference import ReferenceEvaluator
 
@@ -33,13 +37,14 @@ from utils.qat.config.export import ExportConfig
 from utils.qat.config.tables import load_target
 from utils.qat.core.errors import QatError
 from utils.qat.graph.audit import audit, audit_text
-from utils.qat.graph.channels import NEW, Channels
+from utils.qat.graph.channels import NEW, Channels, Tensors
 from utils.qat.graph.onnx_graph import QDQ, attribute, constants
 from utils.qat.graph.padding import PADDED, pad
 from utils.qat.graph.parts import read_whole
 from utils.qat.vendors.openvino.session import OpenVINO
 
-MULTIPLE = load_target('tensorrt').multiple
+TENSORRT = load_target('tensorrt')
+MULTIPLE = TENSORRT.multiple
 
 
 def without_qdq(model):
@@ -234,8 +239,8 @@ FILES = {  # name → options of export_onnx
 }
 
 
-def quantized(name, exchange=None, **changes):
-    """A calibrated network with random weights."""
+def quantized(name, exchange=None, sums=math.inf, **changes):
+    """A calibrated network with random weights. sums: see Target.split_sums."""
     name, smaller = NETWORKS.get(name, (name, {}))
     model = build(name, **smaller, **changes)
     if type(model.model[-1]).__name__.startswith('Dual'):
@@ -244,7 +249,7 @@ def quantized(name, exchange=None, **changes):
     if exchange:
         model = finish_exchange(exchanged(model, exchange, exchangeable(model, exchange)))
     quantize_model(model)
-    tie_scales(model)
+    tie_scales(model, sums)
     fit_ranges(model, [image(batch=2)], settings())
     return model
 
@@ -259,7 +264,9 @@ def assert_single_steps(before, after, feeds):
     whole = copy(before)
     read_whole(whole, MULTIPLE)
     found, values = Channels(whole, MULTIPLE), constants(whole)
+    alike = Tensors(after).number  # a Concat of addends has more channels than one of their sum
     names = [n.output[0] for n in whole.graph.node if n.op_type == 'QuantizeLinear' and n.input[0] not in values]
+    names = [name for name in names if alike.get(name) == len(found.layout(name))]
     runs = []
     for model in map(copy, (before, after)):
         model.graph.output.extend(onnx.helper.make_tensor_value_info(n, TensorProto.INT8, None) for n in names)
@@ -314,6 +321,26 @@ def exported(file, name='small', kind='trt 10', **changes):
     after = copy(before)
     read_whole(after, MULTIPLE)
     return before, after, pad(after, MULTIPLE)
+
+
+@pytest.mark.parametrize('sums, kind', [(1, 'trt 10'), (1, 'trt 8'), (1, 'trt 11'), (math.inf, 'trt 10')])
+def test_convolutions_read_the_addends_of_sums(tmp_path, sums, kind):
+    """In place of the sums, if these have the scale of their addends; and the audit knows such files."""
+    model, file, graphs = quantized('small', sums=sums), tmp_path / 'model.onnx', []
+    for widths in (math.inf, 1):
+        with reading_parts:
+            export_onnx(model, file, (64, 64), target=replace(TENSORRT, split_sums=widths), **FILES[kind])
+        graphs.append(onnx.load(file))
+    before, after = graphs
+    adds, narrower = ([n.op_type for n in graph.graph.node].count('Add') for graph in graphs)
+    blocks = sum(isinstance(m, RepNCSP) for m in model.modules())
+    assert blocks > 1 and adds - narrower == (blocks if sums == 1 else 0)
+    read_whole(after, MULTIPLE)
+    done, feeds = pad(after, MULTIPLE), {'images': image().numpy()}
+    onnx.checker.check_model(after, full_check=True)
+    assert_changes_nothing(before, after, feeds)
+    assert_padded(after, done)
+    assert_single_steps(before, after, feeds)
 
 
 @pytest.mark.parametrize('name, kind, changes', CASES)

@@ -1,5 +1,6 @@
 """Laws of scale sharing: each quantizer is in one group, a reload keeps it, and the graph needs no requantization."""
 
+import math
 from copy import deepcopy
 
 import onnx
@@ -43,6 +44,18 @@ def test_what_is_known_of_the_blocks():
     down = 'model.6.'  # ADown: average pooling computes; then chunk, and MaxPool on one half
     assert f'{down}cv1.conv.input_quantizer' in groups[f'{down}cv2.conv.input_quantizer']
     assert f'{down}input_quantizer' not in groups[f'{down}cv2.conv.input_quantizer']
+
+
+def test_wide_sums_share_their_scale_with_their_addends_if_only_a_concat_reads_them():
+    model, inner = quantized('demo'), 'model.3.cv2.0.'  # RepNCSP: cv1 -> m -> cat with cv2 -> cv3
+    addends, joined = (
+        {f'{inner}m.0.add_quantizer', f'{inner}m.0.cv1.conv.input_quantizer'},
+        f'{inner}cv3.conv.input_quantizer',
+    )
+    channels = model.get_submodule(f'{inner}m.0.cv2.conv').out_channels
+    for widths, together in ((channels, True), (channels + 1, False), (math.inf, False)):
+        groups = {path: set(g) for g in scale_groups(model, widths) for path in g}
+        assert groups[f'{inner}m.0.add_quantizer'] == (addends | groups[joined] if together else addends)
 
 
 def test_equal_poolings_of_one_tensor_share_a_scale(demo):

@@ -9,7 +9,7 @@ from onnx import ModelProto, NodeProto, numpy_helper
 from utils.qat.graph.onnx_graph import Graph, attribute
 
 NEW = -1  # in a layout, in place of the number of a channel
-# int [C of the new tensor]: the channel of the old tensor that stands here, or NEW
+# int [C of the new tensor]: the channel of the old tensor that stands here, or NEW. None is left out
 Layout: TypeAlias = np.ndarray
 
 
@@ -44,7 +44,7 @@ class Arranged:
 
         fill: see `spread`.
         """
-        if not any((layout == NEW).any() for layout in layouts.values()):
+        if all(np.array_equal(layout, range(len(layout))) for layout in layouts.values()):
             return name
         key = name, fill, *((axis, layout.tobytes()) for axis, layout in layouts.items())
         if key not in self._made:

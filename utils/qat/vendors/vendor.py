@@ -5,6 +5,7 @@ A fact that is the dotted name of a module is loaded when it is asked for, by lo
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
@@ -53,6 +54,8 @@ class Target:
     clients: tuple[str, ...] = ()  # lines that run a detector's {file}, of {height} and {width}, in other programs
     # whether it takes INT8 convolutions with groups. If not, a file has dense ones in their place, see blocks.without_groups
     groups: bool = True
+    # channels from which on the convolution behind a Concat reads the addends of a sum in place of it, see vendors/tensorrt/sums.py
+    split_sums: float = math.inf
     multiple: int = 1  # its INT8 kernels want widths that are a multiple of this, see graph/padding.py
 
     def places_as(self, other: Target) -> bool:

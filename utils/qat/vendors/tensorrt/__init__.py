@@ -21,6 +21,7 @@ VENDOR = Vendor(
         ),
         int8_outputs=frozenset({'box', 'class'}),
         groups=False,
+        split_sums=64,
         multiple=32,
         simulated_in=('onnxruntime',),
         in_openvino_classes='values behind a ReLU are signed and a residual Add has one scale, which costs OpenVINO up to 12 % more time',

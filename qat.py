@@ -217,8 +217,8 @@ VERBS: dict[str, tuple[type, str]] = {  # name → its settings, help
 }
 
 
-def main(argv: Sequence[str] | None = None, only_task: str | None = None) -> int | None:
-    """Run a verb, and return the exit code of `ship`.
+def main(argv: Sequence[str] | None = None, only_task: str | None = None) -> None:
+    """Run a verb.
 
     Args:
         argv: None = the words of this process.
@@ -227,8 +227,7 @@ def main(argv: Sequence[str] | None = None, only_task: str | None = None) -> int
     configs: list[Any] = [replace(c, only_task=only_task or c.only_task) for c in parse_args(argv)]
     config = configs[0]
     if isinstance(config, QuantizeConfig) and config.dry_run:
-        dry_run(config)
-        return None
+        return dry_run(config)
     if any(is_network(each.weights) for each in configs):
         from utils.qat.untrusted.torchvision_weights import fetch
 
@@ -241,13 +240,12 @@ def main(argv: Sequence[str] | None = None, only_task: str | None = None) -> int
     elif isinstance(config, ShipConfig):
         from models.deploy.ship.run import ship
 
-        return ship(config)
+        ship(config)
     else:
         run = quantize if isinstance(config, QuantizeConfig) else sensitive
         with run_folder(config) as folder, explain_out_of_memory(config.batch_size):
             run(config, folder)
     leave()
-    return None
 
 
 if __name__ == '__main__':

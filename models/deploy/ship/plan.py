@@ -1,7 +1,5 @@
 """The steps of ship: command lines as a user could type them, the file that each leaves, and the time that it will take."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,13 +13,12 @@ from utils.qat.config.settings import command_words, flag_of
 from utils.qat.config.ship import ShipConfig
 from utils.qat.config.tables import FORMATS, TARGETS
 from utils.qat.config.tasks import Task
-from utils.qat.core.command import command, sides_words
+from utils.qat.core.command import command
 from utils.qat.core.run_folder import DELIVERED
 from utils.qat.vendors.vendor import Target
 
 SHOWN = 10  # images side by side
 DURATION = 3  # seconds of a measurement
-ITERS = 200  # steps of an epoch, at most
 # Expected times. In passes of the float model, as in duration.py: a comparison, and `sensitive`
 COMPARED, OF_UNITS, TRIALS = 6, 8, 10  # and calibrations of `quantize --max-drop`
 # Seconds: until a command has its libraries and model; an export, an engine, the search of ranges, the pictures
@@ -34,17 +31,13 @@ class Step(NamedTuple):
     name: str
     title: str
     result: Path  # is there when the command has ended well
-    seconds: float  # expected, without LOADING
+    seconds: float  # expected
     command: str
-
-    def whole(self) -> float:
-        """Return the expected seconds."""
-        return LOADING + self.seconds
 
 
 def flags(**values: object) -> list[object]:
-    """Return options as words: a list as several words, True as a flag alone."""
-    several = {k: v if isinstance(v, list) else [] if v is True else [v] for k, v in values.items()}
+    """Return options as words: a list as several words, True as a flag alone, False as none."""
+    several = {k: v if isinstance(v, list) else [v] * (v is not True) for k, v in values.items() if v is not False}
     return [word for name, words in several.items() for word in (flag_of(name), *words)]
 
 
@@ -74,7 +67,7 @@ class Plan:
     @property
     def epoch(self) -> float:
         """Seconds of an epoch of fine-tuning."""
-        learnt = LEARNT * min(ITERS * self.config.batch_size, self.numbers['train'])
+        learnt = LEARNT * min(QuantizeConfig.iters * self.config.batch_size, self.numbers['train'])
         return self.seconds * (learnt + SCORED * self.numbers['val'])
 
     def typed(self, *names: str) -> list[str]:
@@ -83,20 +76,16 @@ class Plan:
 
     def images(self, **given: object) -> list[object]:
         """Return options, and those that tell how images are read."""
-        size = flags(imgsz=sides_words(self.config.imgsz))
-        return [*flags(**given), *size, *self.typed('names_from', 'device', 'batch_size', 'workers')]
+        return [*flags(**given), *self.typed('imgsz', 'names_from', 'device', 'batch_size', 'workers')]
 
     def step(self, name: str, title: str, result: str, seconds: float, file: str, *words: object) -> Step:
-        """Make a step that works in the folder `name`."""
+        """Make a step that works in the folder `name`: a command, with its words. seconds: without those of its start."""
         line = command(file, *words, *flags(project=self.folder, name=name, exist_ok=True))
-        return Step(name, title, self.folder / name / result, seconds, line)
+        return Step(name, title, self.folder / name / result, LOADING + seconds, line)
 
-    def verb(
-        self, name: str, title: str, result: str, passes: float, verb: str, *words: object, taught: Path | None = None
-    ) -> Step:
-        """Make a step that is a verb of qat.py on the float model, or on the one that was `taught`. passes: of this model."""
-        given = self.images(weights=taught or self.config.weights, data=self.config.data)
-        return self.step(name, title, result, passes * self.seconds, 'qat.py', verb, *given, *words)
+    def verb(self, verb: str, taught: Path | None = None) -> list[object]:
+        """Return the first words of a verb of qat.py on the float model, or on the one that was `taught`."""
+        return [verb, *self.images(weights=taught or self.config.weights, data=self.config.data)]
 
     def deployed(self, checkpoint: Path, target: Target) -> Path:
         """Return the file that an engine runs, of a checkpoint in its folder."""
@@ -113,55 +102,54 @@ class Plan:
 
     def first(self) -> Iterator[Step]:
         """Yield the steps of the float model."""
-        passes = SCORED * self.numbers['val']
-        yield self.verb('float', 'float model', 'metrics.json', passes, 'eval', '--square')
-        yield from self.files('float', self.config.weights, self.float_file, project=self.folder / 'float')
+        seconds = SCORED * self.numbers['val'] * self.seconds
+        yield self.step('float', 'float model', 'metrics.json', seconds, 'qat.py', *self.verb('eval'), '--square')
+        yield from self.files('float', self.config.weights, self.float_file)
 
-    def files(self, name: str, checkpoint: Path, made: Path, **folder: Path) -> Iterator[Step]:
+    def files(self, name: str, checkpoint: Path, made: Path) -> Iterator[Step]:
         """Yield the steps from a checkpoint to the file of the engine."""
-        batch, kind = self.config.batch, 'float' if name == 'float' else 'INT8'
-        include = (self.shown if kind == 'float' else self.target).include
-        own = {'dynamic': True, 'simplify': True} if include == 'onnx' else {'batch_size': batch}
-        if self.target.engine:
-            own |= {'trt': self.trt}
-            own |= {'half': True} if self.trt == 11 and kind == 'float' else {}  # it computes in the types of the file
-        words = flags(weights=checkpoint, include=include, imgsz=sides_words(self.config.imgsz), **own, **folder)
-        file = made.with_name(f'{checkpoint.stem}{FORMATS[include].suffix}')
-        yield Step(f'{name}-export', f'export, {kind}', file, EXPORTED, command('export_qat.py', *words))
-        if self.target.engine:
+        is_float, batch = name == 'float', self.config.batch
+        target, kind = (self.shown, 'float') if is_float else (self.target, 'INT8')
+        words = [*flags(weights=checkpoint, include=target.include), *self.typed('imgsz')]
+        words += ['--dynamic', '--simplify'] if target.include == 'onnx' else flags(batch_size=batch)
+        # TensorRT 11 computes in the types of the file
+        words += flags(trt=self.trt or False, half=is_float and self.trt == 11, project=is_float and made.parent)
+        file = made.with_name(f'{checkpoint.stem}{FORMATS[target.include].suffix}')
+        yield Step(f'{name}-export', f'export, {kind}', file, LOADING + EXPORTED, command('export_qat.py', *words))
+        if target.engine:
             line = command('scripts/build_engine.py', file, *flags(batch=batch, no_trtexec=True))  # by what runs it
-            yield Step(f'{name}-engine', f'engine, {kind}', made, BUILT, line)
+            yield Step(f'{name}-engine', f'engine, {kind}', made, LOADING + BUILT, line)
 
     def quantized(self, run: str, taught: Path | None = None, **options: object) -> Iterator[Step]:
         """Yield the steps from the float model to an INT8 file, its AP and its speed.
 
         taught: the float model with functions that an earlier run has taught it. options: further ones of `quantize`.
         """
-        numbers, epochs = self.numbers, self.config.epochs or 0
-        scores = bool(epochs or options)  # else `quantize` has nothing to choose, and the file is scored later
-        options |= {} if scores else {'no_eval_origin': True, 'no_eval_ptq': True}
-        chosen = CHOSEN * min(COMPARED_ON, numbers['calibration']) + RANGES / self.seconds
-        passes = CALIBRATED * numbers['calibration'] + chosen + SCORED * numbers['val'] * 2 * scores
-        if self.config.activation in TO_LEARN and not taught:
-            passes += LEARNT * QuantizeConfig.activation_epochs * ITERS * self.config.batch_size
-        passes = passes * (TRIALS if 'sensitive' in options else 1) + epochs * self.epoch / self.seconds
-        functions = flags(activation='keep') if taught else self.typed('activation')
-        words = *flags(target=self.target.name, epochs=epochs, **options), *functions, *self.typed('calib_images')
+        config, numbers, epochs = self.config, self.numbers, self.config.epochs or 0
+        idle = not (epochs or options)  # `quantize` has nothing to choose, and the file is scored later
+        passes = CALIBRATED * numbers['calibration'] + CHOSEN * min(COMPARED_ON, numbers['calibration'])
+        passes += SCORED * numbers['val'] * 2 * (not idle)
+        if config.activation in TO_LEARN and not taught:
+            passes += LEARNT * QuantizeConfig.activation_epochs * QuantizeConfig.iters * config.batch_size
+        seconds = (TRIALS if options else 1) * (passes * self.seconds + RANGES) + epochs * self.epoch
+        activation = 'keep' if taught else config.activation
+        own = flags(target=self.target.name, epochs=epochs, activation=activation, **options)
+        own += [*flags(no_eval_origin=idle, no_eval_ptq=idle), *self.typed('calib_images')]
         title = 'calibration' + ' and fine-tuning' * bool(epochs)
-        yield self.verb(run, title, 'report.json', passes, 'quantize', *words, taught=taught)
+        yield self.step(run, title, 'report.json', seconds, 'qat.py', *self.verb('quantize', taught), *own)
 
-        checkpoint, file, passes = self.folder / run / DELIVERED, self.int8_file(run), COMPARED * numbers['val']
+        checkpoint, file, seconds = self.folder / run / DELIVERED, self.int8_file(run), COMPARED * numbers['val']
         yield from self.files(run, checkpoint, file)
-        files, how = [self.config.weights, checkpoint, file], self.images(data=self.config.data, images=0, show=SHOWN)
+        words = [config.weights, checkpoint, file, *self.images(data=config.data, images=0, show=SHOWN)]
         name, title = f'{run}-outputs', 'AP and outputs of the files'
-        yield self.step(name, title, 'compare.json', passes * self.seconds + DRAWN, 'compare_outputs.py', *files, *how)
-        how = flags(backend=self.shown.name, device=self.engine_device, batch=self.config.batch, duration=DURATION)
-        files = [self.float_file, file]
-        yield self.step(f'{run}-speed', 'speed', 'benchmark.json', 6 * DURATION, 'benchmark_trt.py', *files, *how)
+        yield self.step(name, title, 'compare.json', seconds * self.seconds + DRAWN, 'compare_outputs.py', *words)
+        how = flags(backend=self.shown.name, device=self.engine_device, batch=config.batch, duration=DURATION)
+        words = [self.float_file, file, *how]
+        yield self.step(f'{run}-speed', 'speed', 'benchmark.json', 6 * DURATION, 'benchmark_trt.py', *words)
 
     def sensitive(self, taught: Path | None = None) -> Step:
         """Return the step that measures what the INT8 of each block costs, for --max-drop."""
         passes = CALIBRATED * self.numbers['calibration'] + OF_UNITS * min(100, self.numbers['val'])
-        words = *flags(target=self.target.name), *self.typed('calib_images')
+        words = *self.verb('sensitive', taught), *flags(target=self.target.name), *self.typed('calib_images')
         file = 'summary-sensitive-analysis.json'
-        return self.verb('sensitive', 'what each block costs', file, passes, 'sensitive', *words, taught=taught)
+        return self.step('sensitive', 'what each block costs', file, passes * self.seconds, 'qat.py', *words)

@@ -1,15 +1,11 @@
 """`qat.py ship`: run the plan, and decide."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 from models.deploy.ship.look import look
 from models.deploy.ship.plan import Plan
-from models.deploy.ship.results import Results, conclude, read
+from models.deploy.ship.results import Results, conclude
 from models.deploy.ship.steps import STAMPS, Failed, Runner
-from models.deploy.ship.verdict import against_int8
-from utils.qat.config.common import FolderConfig
 from utils.qat.config.settings import command_words
 from utils.qat.config.ship import ShipConfig
 from utils.qat.core.command import command, resumable
@@ -19,6 +15,7 @@ from utils.qat.core.log import LOGGER, log_to
 from utils.qat.core.run_folder import own_folder
 from utils.qat.core.text import in_words
 from utils.qat.evaluation.metrics import finds_nothing, from_json
+from utils.qat.untrusted.json_schema import read_json
 
 ALL, PARTLY = 'quantize', 'quantize-partly'  # runs of `quantize`: all blocks, and some given back to float
 NO_CHIP = 'Times are those of {} on the CPU, not of a chip, and decide nothing: a chip computes only integers.'
@@ -32,32 +29,29 @@ def work(plan: Plan, runner: Runner) -> None:
     if 'epochs' in config.decided and not config.epochs:
         LOGGER.info(f'without fine-tuning, of which an epoch would take about {in_words(plan.epoch)} on this CPU')
     runner.run([scored])
-    if nothing := finds_nothing(from_json(read(scored.result))):
+    if nothing := finds_nothing(from_json(read_json(scored.result))):
         raise QatError(f'--weights {config.weights}, --data {config.data}: the float model {nothing}')
     runner.run(rest)
     results, chip = Results(plan, ALL), plan.target.integers
-    least, tried = (0.0, [NO_CHIP.format(plan.shown.title)]) if chip else (config.min_speedup, [])
-    reasons = against_int8(results.outcome, config.max_drop, least)
-    if [*reasons] == ['accuracy'] and not chip:
-        tried = [f'With all blocks in INT8 it is {results.outcome.speed}, and changes {results.outcome.cost}.']
-        LOGGER.info(f'{reasons["accuracy"]}: blocks return to float')
-        sensitive, budget = plan.sensitive(results.taught), config.max_drop
-        partly = plan.quantized(PARTLY, results.taught, sensitive=sensitive.result, max_drop=budget)
+    tried = [NO_CHIP.format(plan.shown.title)] * chip
+    if [*results.reasons] == ['accuracy'] and not chip:
+        tried = [f'With all blocks in INT8 it is {results.outcome.gain}, and changes {results.outcome.cost}.']
+        LOGGER.info(f'{results.reasons["accuracy"]}: blocks return to float')
+        sensitive, taught = plan.sensitive(results.taught), results.taught
+        partly = plan.quantized(PARTLY, taught, sensitive=sensitive.result, max_drop=config.max_drop)
         runner.ahead = [sensitive, *partly]
         runner.run([*runner.ahead])
         results = Results(plan, PARTLY)
-        reasons = against_int8(results.outcome, config.max_drop, least)
-    conclude(plan, runner, results, reasons, tried)
+    conclude(results, runner, tried)
 
 
-def ship(config: ShipConfig) -> int:
-    """Run `qat.py ship`. Returns the exit code, 0 for both verdicts."""
+def ship(config: ShipConfig) -> None:
+    """Run `qat.py ship`, whose exit code is 0 for both verdicts."""
     if world_size() > 1:
         raise QatError('qat.py ship: one process; start it without torchrun')
     plan = look(config)
-    where = FolderConfig(project=config.project, name=config.name, exist_ok=config.exist_ok or config.resume)
-    with own_folder(where) as folder:
-        settings = vars(replace(plan.config, name=folder.name))
+    with own_folder(replace(config, exist_ok=config.exist_ok or config.resume, resume=False)) as folder:
+        settings = {**vars(plan.config), 'name': folder.name}
         again = command('qat.py', 'ship', *command_words(settings, ShipConfig), '--resume')
         log_to(folder / 'log.txt')
         runner = Runner(folder, plan.digest, config.resume)
@@ -66,4 +60,3 @@ def ship(config: ShipConfig) -> int:
                 work(replace(plan, folder=folder), runner)
             except Failed as e:
                 raise QatError(f'{e}; go on with: {again}') from e
-    return 0

@@ -1,7 +1,5 @@
 """INT8 or float: the decision from speed and accuracy, and its words."""
 
-from __future__ import annotations
-
 from collections.abc import Collection
 from typing import NamedTuple
 
@@ -23,11 +21,6 @@ class Outcome(NamedTuple):
     against_float: Part  # INT8 minus float, of boxes and masks the lower
 
     @property
-    def speed(self) -> str:
-        """The speed in words."""
-        return f'{self.gain.times:.2f} times as fast as {self.gain.precision}'
-
-    @property
     def cost(self) -> str:
         """The difference in words."""
         return f'{self.metric} by {in_points(self.against_float)} points'
@@ -37,7 +30,7 @@ def against_int8(outcome: Outcome, max_drop: float, min_speedup: float) -> dict[
     """Return why INT8 is not shipped: 'speed' and 'accuracy' → reason; empty if it is. max_drop is in points."""
     reasons = {}
     if not outcome.gain.times >= min_speedup:  # NaN is no gain either
-        reasons['speed'] = f'it is {outcome.speed}, and --min-speedup is {min_speedup:g}'
+        reasons['speed'] = f'it is {outcome.gain}, and --min-speedup is {min_speedup:g}'
     if not round(-100 * outcome.against_float['difference'], 6) <= max_drop:
         reasons['accuracy'] = f'it changes {outcome.cost}, and --max-drop is {max_drop:g}'
     return reasons
@@ -45,16 +38,13 @@ def against_int8(outcome: Outcome, max_drop: float, min_speedup: float) -> dict[
 
 def sentence(outcome: Outcome, reasons: dict[str, str], file: object, size: float, float_size: float) -> str:
     """State the verdict. size, float_size: bytes of the INT8 file and the float file."""
-    int8, whole, changes = (
-        f'{size / 1e6:.1f} MB',
-        f'{float_size / 1e6:.1f} MB',
-        f'It changes {outcome.cost}',
-    )
+    int8, whole = (f'{number / 1e6:.1f} MB' for number in (size, float_size))
+    changes = f'It changes {outcome.cost}'
     if not reasons:
-        said = f'Ship {file}: in {outcome.gain.backend} INT8 is {outcome.speed}, the fastest float precision here.'
+        said = f'Ship {file}: in {outcome.gain.backend} INT8 is {outcome.gain}, the fastest float precision here.'
         return f'{said} {changes} and has {int8}, the float file {whole}.'
     said = f'Ship the float file, {file} ({whole}), in {outcome.gain.precision}: in {outcome.gain.backend} INT8 ({int8}) does not pay, because'
-    rest = f' {changes}.' * ('accuracy' not in reasons) + f' It is {outcome.speed}.' * ('speed' not in reasons)
+    rest = f' {changes}.' * ('accuracy' not in reasons) + f' It is {outcome.gain}.' * ('speed' not in reasons)
     return f'{said} {"; and ".join(reasons.values())}.{rest}'
 
 
@@ -64,10 +54,10 @@ def would_change(
     """Say what would change a verdict for float. gains: activations that are faster in the engine; taken: the one of the model."""
     said = []
     if 'speed' in reasons:
-        faster = [name for name in gains if name != taken and taken != 'relu']
         said += [
             f'Another activation: --activation {name}. INT8 took {SPEEDS[name]} with SiLU; {PRICES[name]}.'
-            for name in faster
+            for name in gains
+            if taken not in (name, 'relu')
         ]
         said += [f'More to compute: --batch {8 * batch}, images above {imgsz} pixels, or a larger model.']
         said += ['Another CPU: AMX makes BF16 fast, so that INT8 gains less than on one without.'] * amx

@@ -81,8 +81,7 @@ class Gain(NamedTuple):
     times: float  # as fast, by median latency
 
     def __str__(self) -> str:
-        said = '' if self.times >= NOTICEABLE else f' (not faster: ship {self.precision})'
-        return f'{self.times:.2f} times as fast as {self.precision} at batch {self.batch}{said}'
+        return f'{self.times:.2f} times as fast as {self.precision}'
 
 
 def int8_gains(results: Sequence[Row]) -> Iterator[Gain]:
@@ -114,7 +113,9 @@ def speed_conclusions(results: Sequence[Row]) -> list[str]:
     gains_of: dict[str, list[str]] = {}
     for gain in int8_gains(results):
         where = f'{gain.backend}, {gain.image} pixels' if gain.image else gain.backend
-        gains_of.setdefault(f'In {where}, {gain.file or "INT8"} against', []).append(str(gain))
+        slower = '' if gain.times >= NOTICEABLE else f' (not faster: ship {gain.precision})'
+        what = f'In {where}, {gain.file or "INT8"} against'
+        gains_of.setdefault(what, []).append(f'{gain} at batch {gain.batch}{slower}')
     for what, gains in gains_of.items():
         said.append(f'{what} the fastest float precision: {", ".join(gains)}.')
 

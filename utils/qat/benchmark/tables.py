@@ -187,7 +187,7 @@ def _best(column: Column, row: Shown) -> str:
     return f'{column.form.format(column.figure(row))} (batch {row["batch"]})'
 
 
-def _markdown(columns: Sequence[Column], rows: Sequence[Shown]) -> str:
+def figures_table(columns: Sequence[Column], rows: Sequence[Shown]) -> str:
     """Make a Markdown table of the columns that are not empty."""
     shown = [column for column in columns if any(column.figure(row) is not None for row in rows)]
     cells = [[(column.form, column.figure(row)) for column in shown] for row in rows]
@@ -201,7 +201,7 @@ def short_table(results: Sequence[Row]) -> str:
     """Make the table of the terminal, of rows with short names: no column that is the same in all rows but the model's."""
     rows = [with_shown(r) for r in results]
     varied = [c for c in SHORT_TABLE if c not in SERIES[2:] or len({c.figure(row) for row in rows}) > 1]
-    return _markdown(varied, rows)
+    return figures_table(varied, rows)
 
 
 def precision_table(results: Sequence[Row]) -> str:
@@ -244,8 +244,8 @@ def _by_precision(
 def markdown_tables(results: Sequence[Row]) -> list[str]:
     """Make the tables of times, changes (if any row has another row as baseline) and models, of rows with short names."""
     rows = [with_shown(r) for r in results]
-    changes = [_markdown(BASELINE_TABLE, rows)] if any(row['change'] for row in rows) else []
-    return [_markdown(SPEED_TABLE, rows), *changes, _markdown(MODEL_TABLE, models_of(rows))]
+    changes = [figures_table(BASELINE_TABLE, rows)] if any(row['change'] for row in rows) else []
+    return [figures_table(SPEED_TABLE, rows), *changes, figures_table(MODEL_TABLE, models_of(rows))]
 
 
 def csv_text(results: Sequence[Row]) -> str:

@@ -31,6 +31,7 @@ AMP = ('off', 'bf16', 'fp16')
 GRANULARITIES = ('layer', 'block', 'conv')
 METRICS = ('distortion', 'ap', 'both')
 COCO = Path('data/coco.yaml')
+POINTS = Range(0, 100, words='lie in [0, 100] points of AP, such as 0.5')
 DECIDERS = {  # setting that need not be typed → who decides it
     'imgsz': 'the model',
     'activation': 'the target',
@@ -285,7 +286,7 @@ class QuantizeConfig(CalibrationConfig):
         None,
         'leave units of SUMMARY in float until calibration loses at most so many points of AP',
         metavar='POINTS',
-        allowed=Range(0, 100, words='lie in [0, 100] points of AP, such as 0.2'),
+        allowed=POINTS,
     )
     dry_run: bool = layers(False, 'print what would be quantized; needs only --weights')
     eval_origin: bool = option(True, 'evaluate the float model')

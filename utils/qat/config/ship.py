@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from utils.qat.config.qat import ACTIVATIONS, AUTO, FloatConfig
+from utils.qat.config.qat import ACTIVATIONS, AUTO, POINTS, FloatConfig
 from utils.qat.config.settings import Range, option, run
 from utils.qat.config.tables import TARGETS
 
@@ -26,22 +26,16 @@ class ShipConfig(FloatConfig):
         1.0,
         'points of AP that INT8 may cost; if it costs more, blocks return to float',
         metavar='POINTS',
-        allowed=Range(0, 100, words='lie in [0, 100] points of AP, such as 0.5'),
+        allowed=POINTS,
     )
     min_speedup: float = verdict(
-        1.05,
-        'INT8 must be so many times as fast as the fastest float precision',
-        allowed=Range(0, words='be 0 or more, such as 1.05'),
+        1.05, 'INT8 must be so many times as fast as the fastest float precision', allowed=Range(0)
     )
     batch: int = verdict(1, 'images per query whose speed counts', allowed=Range(1))
     epochs: int | None = option(
         None, f'epochs of fine-tuning; default: {EPOCHS} on a GPU, on a CPU 0', allowed=Range(0)
     )
-    activation: str = option(
-        AUTO,
-        'function in place of SiLU, as in `quantize`',
-        allowed=(AUTO, *ACTIVATIONS),
-    )
+    activation: str = option(AUTO, 'function in place of SiLU, as in `quantize`', allowed=(AUTO, *ACTIVATIONS))
     overlap: bool = option(False, '')  # not to be typed
     mask_ratio: int = option(1, '')
     resume: bool = run(False, 'go on in PROJECT/NAME, and keep what is finished there')

@@ -1,12 +1,10 @@
 """A document of ours, Markdown → the same as an HTML page that opens without a network and runs nothing."""
 
-from __future__ import annotations
-
 import base64
 import html
 import io
 import re
-from collections.abc import Iterable
+from collections.abc import Sequence
 from pathlib import Path
 
 from PIL import Image
@@ -41,7 +39,6 @@ summary {{ font-size: 1.3em; font-weight: 600; cursor: pointer; margin: .7em 0; 
 </head>
 <body>
 """
-BLOCK = re.compile(r'((```+)\n.*?\n\2|.+?)(?:\n\n|\Z)', re.DOTALL)
 
 
 def fold(title: str, *parts: str) -> list[str]:
@@ -50,12 +47,10 @@ def fold(title: str, *parts: str) -> list[str]:
     return [f'<details><summary>{text}</summary>', *parts, '</details>']
 
 
-def write_page(path: Path, title: str, parts: Iterable[str]) -> None:
+def write_page(path: Path, title: str, parts: Sequence[str]) -> None:
     """Write `path`.md and `path`.html. parts: those of files.write_document, and of `fold`; pictures lie beside the file."""
-    parts = list(parts)
     write_document(path.with_suffix('.md'), title, parts)
-    blocks = BLOCK.finditer('\n\n'.join((f'# {escaped(title)}', *parts)))
-    body = '\n'.join(in_html(block[1], path.parent) for block in blocks)
+    body = '\n'.join(in_html(block, path.parent) for block in (f'# {escaped(title)}', *parts))
     write_text(path.with_suffix('.html'), f'{HEAD.format(_text(escaped(title)))}{body}\n</body>\n</html>\n')
 
 

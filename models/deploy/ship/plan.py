@@ -138,11 +138,12 @@ class Plan:
         title = 'calibration' + ' and fine-tuning' * bool(epochs)
         yield self.step(run, title, 'report.json', seconds, 'qat.py', *self.verb('quantize', taught), *own)
 
-        checkpoint, file, seconds = self.folder / run / DELIVERED, self.int8_file(run), COMPARED * numbers['val']
+        checkpoint, file = self.folder / run / DELIVERED, self.int8_file(run)
         yield from self.files(run, checkpoint, file)
         words = [config.weights, checkpoint, file, *self.images(data=config.data, images=0, show=SHOWN)]
         name, title = f'{run}-outputs', 'AP and outputs of the files'
-        yield self.step(name, title, 'compare.json', seconds * self.seconds + DRAWN, 'compare_outputs.py', *words)
+        seconds = COMPARED * numbers['val'] * self.seconds + DRAWN
+        yield self.step(name, title, 'compare.json', seconds, 'compare_outputs.py', *words)
         how = flags(backend=self.shown.name, device=self.engine_device, batch=config.batch, duration=DURATION)
         words = [self.float_file, file, *how]
         yield self.step(f'{run}-speed', 'speed', 'benchmark.json', 6 * DURATION, 'benchmark_trt.py', *words)

@@ -12,7 +12,7 @@ import shlex
 import warnings
 from collections.abc import Callable, Iterable, Sequence
 from copy import deepcopy
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
@@ -214,7 +214,8 @@ def write_onnx(
         half=half,
         int8_weights=config.trt != 8,  # the parser of 8.6 takes integers only from a Q
         kept_float=[*export.kept_float, *(float_inside_blocks(model) if export.int8 else ())],
-        target=export.target,
+        # what reads split sums is TensorRT, whose files have padded widths
+        target=export.target if export.widths > 1 else replace(export.target, split_sums=math.inf),
         widths=export.widths,
         dense=export.reshapes,
         layout=layout,

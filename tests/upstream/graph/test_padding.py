@@ -26,7 +26,7 @@ from onnx import TensorProto, numpy_helper
 from onnx.reference import ReferenceEvaluator
 
 from models.deploy.formats.format import Export
-from models.deploy.formats.onnx import export_onnx
+from models.deploy.formats.onnx import export_onnx, write_onnx
 from models.quantize.activations import exchangeable, exchanged, finish_exchange
 from models.quantize.calibration.calibrate import fit_ranges
 from models.quantize.convert import quantize_model
@@ -42,6 +42,7 @@ from utils.qat.graph.onnx_graph import QDQ, attribute, constants
 from utils.qat.graph.padding import PADDED, pad
 from utils.qat.graph.parts import read_whole
 from utils.qat.vendors.openvino.session import OpenVINO
+from utils.qat.vendors.tensorrt.sums import split_sums
 
 TENSORRT = load_target('tensorrt')
 MULTIPLE = TENSORRT.multiple
@@ -102,11 +103,15 @@ VALUES = {name: np.float32(value) for name, value in VALUES.items()} | {
     **{f'i{n}': np.int64([n]) for n in (0, 1, 2, 4, 6, 8)},
     'back6': np.int64([-6]),
     'back2': np.int64([-2]),
+    'back1': np.int64([-1]),
     'end': np.int64([2**62]),
+    'beginning': np.int64([-(2**62)]),
     'one': np.int64(1),
     'parts': np.int64([2, 6]),
     'sizes': np.int64([1, 4, 8, 8]),
     'shape': np.int64([1, 4, 4, 4]),
+    'step': np.float32(0.1),
+    'zero': np.int8(0),
 }
 IN = 'a = Conv(x, w4x4)'  # behind it there may be any layout
 OUT = 'y = Conv(z, w4x4)'  # and before it too
@@ -126,6 +131,7 @@ Slice | a = Conv(x, w8x4) p = Slice(a, i0, i2, i1) q = Slice(a, i2, end, i1) c =
     w4x6) z = Add(c, d) | a 16, p 8, q 8
 Slice from behind | a = Conv(x, w8x4) z = Slice(a, back6, back2, i1) | a 24, z 8
 Slice of rows | z = Slice(a, i0, i2, i2) | z 8
+rows upside down | z = Slice(a, back1, beginning, i2, back1) | z 8
 each second channel | a = Conv(x, w8x4) z = Slice(a, i0, i8, i1, i2) | a 8, z 4
 a part of a part | a = Conv(x, w8x4) p, q = Split<axis = 1>(a, parts) u = Slice(q, i2, i6, i1) m = Concat<axis
     = 1>(u, p) z = Conv(m, w4x6) | a 24, q 16, m 16
@@ -321,6 +327,29 @@ def exported(file, name='small', kind='trt 10', **changes):
     after = copy(before)
     read_whole(after, MULTIPLE)
     return before, after, pad(after, MULTIPLE)
+
+
+@pytest.mark.parametrize('other, read', [('Relu(a)', 3), ('GlobalAveragePool(a)', 2)])
+def test_a_sum_that_broadcasts_is_read_as_it_is(other, read):
+    nodes = f'a = Conv(x, w4x4) b = {other}'
+    for name in 'abs':
+        nodes += f' {name}q = QuantizeLinear({name}, step, zero) {name}d = DequantizeLinear({name}q, step, zero)'
+        nodes += ' s = Add(ad, bd)' * (name == 'b')
+    nodes += ' k = Concat<axis = 1>(sd, ad) y = Conv(k, w4x8)'
+    graph = split_sums(model_of(nodes, {'x': [1, 4, 4, 4]}, {'y': [*'nchw']}, VALUES, opset=18), 1)
+    assert [len(n.input) for n in graph.graph.node if n.op_type == 'Concat'] == [read]
+
+
+def test_only_padded_files_have_split_sums(tmp_path):
+    model, adds = quantized('small', sums=1), []
+    for no_pad, reshapes in ((False, True), (True, True), (False, False)):
+        config = ExportConfig(tmp_path / 'm.pt', imgsz=(64, 64), no_pad=no_pad)
+        export = Export(config, TorchModel(model, {'recipe': {'target': 'tensorrt'}}), [], reshapes=reshapes)
+        export.target = replace(TENSORRT, split_sums=1)
+        write_onnx(export, tmp_path / 'm.onnx', half=False)
+        adds.append([n.op_type for n in onnx.load(tmp_path / 'm.onnx').graph.node].count('Add'))
+    padded, *others = adds
+    assert padded < min(others) and others == others[:1] * 2
 
 
 @pytest.mark.parametrize('sums, kind', [(1, 'trt 10'), (1, 'trt 8'), (1, 'trt 11'), (math.inf, 'trt 10')])

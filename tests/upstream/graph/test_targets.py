@@ -175,6 +175,18 @@ def test_a_block_in_float_by_choice_behind_a_sum_is_no_fault_of_the_sum(tmp_path
     assert audit(onnx.load(tmp_path / 'model.onnx'), graph_of(target.name).RULES).findings == []
 
 
+@pytest.mark.parametrize('target', [TENSORRT, OPENVINO, ORT], ids=lambda target: target.name)
+def test_a_sum_in_float_by_choice_is_no_fault_and_neither_is_the_arithmetic_of_shapes(target, tmp_path):
+    """Files that are not simplified have the latter."""
+    model = fuse(build('demo', **SUM))
+    kept = [next(f'model.{m.i}' for m in model.model if isinstance(m, CBFuse))]
+    quantize_model(model, keep_float=kept, target=target)
+    tie_scales(model)
+    fit_ranges(model, [image()], settings())
+    export_onnx(model, tmp_path / 'model.onnx', (64, 64), target=target, kept_float=kept)
+    assert audit(onnx.load(tmp_path / 'model.onnx'), graph_of(target.name).RULES).findings == []
+
+
 @pytest.mark.parametrize(
     'options, there',
     [({}, True), ({'opset': 19, 'half': True}, False), ({'layout': deepstream_layout}, False)],

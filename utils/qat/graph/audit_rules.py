@@ -273,6 +273,7 @@ def _loose_q(graph: Graph, q: NodeProto) -> str:
     if (
         q.input[0] in graph.fixed
         or maker is None
+        or graph.by_choice(maker)
         or maker.op_type in WEIGHTED | ELEMENTWISE | IN_THE_WAY | QDQ | FLOAT_MAKERS
         or moved_inputs(maker)
     ):
@@ -291,7 +292,7 @@ def open_ends(graph: Graph) -> Iterator[Finding]:
     for node in graph.nodes:
         inputs = [name for name in node.input[:2] if name and name not in graph.fixed]
         kernel = node.op_type in {*QUANTIZABLE, *CONVS, 'Sigmoid', 'Mul'}
-        if not kernel or not all(graph.op(name) == 'DequantizeLinear' for name in inputs):
+        if not kernel or not inputs or not all(graph.op(name) == 'DequantizeLinear' for name in inputs):
             continue
         readers = [use for use, _ in graph.uses(node.output[0]) if use is not None and use.op_type != 'QuantizeLinear']
         loose = [

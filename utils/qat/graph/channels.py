@@ -64,6 +64,11 @@ class Tensors:
         """Return the number of axes of a tensor."""
         return len(self.types[name][1])
 
+    def axes(self, node: NodeProto) -> list[int]:
+        """Return the axes along which a Slice cuts; none if they do not follow from the graph."""
+        given = self.small.get(node.input[3], ()) if len(node.input) > 3 else ()
+        return [int(axis) % self.rank(node.input[0]) for axis in given]
+
     def start(self, node: NodeProto) -> int | None:
         """Return the channel with which a Slice begins; None if it skips some, or if that does not follow from the graph."""
         number, rank = self.number[node.input[0]], self.rank(node.input[0])

@@ -102,9 +102,8 @@ def _part(tensors: Tensors, name: str) -> Part | None:
         same = made_by is not None and made_by.op_type == 'DequantizeLinear' and graph.grid(made_by) == graph.grid(q)
         return part if same else None
     start = None
-    if node.op_type == 'Slice':
-        rest = [tensors.types[each][1][CHANNELS + 1 :] for each in (name, node.input[0])]
-        start = tensors.start(node) if rest[0] == rest[1] else None  # None for a part of the rows
+    if node.op_type == 'Slice' and tensors.axes(node) == [CHANNELS]:  # not a part of the rows, and none turned round
+        start = tensors.start(node)
     elif node.op_type == 'Split' and tensors.along(node):
         start = sum(tensors.number[each] for each in node.output[: list(node.output).index(name)])
     return None if start is None else Part(node.input[0], start, start + tensors.number[name])

@@ -28,7 +28,7 @@ def split_sums(model: ModelProto, widths: float) -> ModelProto:
     for node in graph.nodes:
         conv = _reader(graph, node.output[0]) if node.op_type == 'Concat' and node.output[0] in tensors.number else None
         if conv is not None and tensors.along(node) and _mixes_channels(tensors, conv):
-            read = [_addends(graph, name) if tensors.number[name] >= widths else [name] for name in node.input]
+            read = [_addends(tensors, name) if tensors.number[name] >= widths else [name] for name in node.input]
             ends = np.cumsum([tensors.number[name] for name in node.input])
             parts = [np.arange(end - tensors.number[name], end) for name, end in zip(node.input, ends)]
             layouts[conv.output[0]] = np.concatenate([part for part, names in zip(parts, read) for _ in names])
@@ -58,8 +58,9 @@ def _mixes_channels(tensors: Tensors, node: NodeProto) -> bool:
     )
 
 
-def _addends(graph: Graph, name: str) -> list[str]:
-    """Return the addends of a sum behind Q/DQ, which only the reader of `name` reads, if these have its scale; else [name]."""
+def _addends(tensors: Tensors, name: str) -> list[str]:
+    """Return the addends of a sum behind Q/DQ, which only the reader of `name` reads, if these have its scale and shape; else [name]."""
+    graph = tensors.graph
     dq = graph.producer.get(name)
     q = graph.producer.get(dq.input[0]) if dq is not None and dq.op_type == 'DequantizeLinear' else None
     add = graph.producer.get(q.input[0]) if q is not None else None
@@ -67,4 +68,5 @@ def _addends(graph: Graph, name: str) -> list[str]:
         return [name]
     sources = [graph.producer.get(addend) for addend in add.input]
     alike = all(s is not None and s.op_type == 'DequantizeLinear' and graph.grid(s) == graph.grid(q) for s in sources)
-    return list(add.input) if alike else [name]
+    whole = all(tensors.types[addend] == tensors.types[name] for addend in add.input)  # none is broadcast
+    return list(add.input) if alike and whole else [name]

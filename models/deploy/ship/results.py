@@ -83,14 +83,13 @@ class Results:
         times = f'times at batch {config.batch}, in turns, on {machine["device"]}{cpu}'
         alike = f'{matched or 0:.1%} of the best detections of float and INT8 have their match in the other.'
         notes = '; '.join(note for row in self.rows for note in row['notes'])
-        return [
-            *filter(None, (f'{scored}; {times}. {EXPLAINED}.', alike * bool(matched), notes, disturbance(self.rows)))
-        ]
+        return [*filter(None, (f'{scored}; {times}. {EXPLAINED}.', alike * bool(matched), notes))]
 
 
 def ways(plan: Plan, file: Path, checkpoint: Path) -> list[str]:
     """List the commands that run the file."""
-    lines = ['# its AP again', command('val_trt.py', '--weights', file, '--data', plan.config.data)]
+    own = plan.typed('names_from')
+    lines = ['# its AP again', command('val_trt.py', '--weights', file, '--data', plan.config.data, *own)]
     if plan.task.boxes:
         height, width = plan.config.imgsz
         facts = {'file': file, 'name': file.name, 'checkpoint': checkpoint, 'height': height, 'width': width}
@@ -111,7 +110,9 @@ def conclude(results: Results, runner: Runner, tried: list[str]) -> None:
     said = sentence(outcome, reasons, file, results.of_int8['size_bytes'], results.of_float['size_bytes'])
     amx = not results.machine['gpu'] and 'AMX' in results.machine['instructions']
     known = config.activation, config.epochs or 0, config.batch, max(config.imgsz), amx
-    advice = would_change(reasons, plan.target.gains_by, *known)
+    advice, noise = would_change(reasons, plan.target.gains_by, *known), disturbance(results.rows)
+    if noise:
+        tried = [f'{noise[0].upper()}{noise[1:]}; --resume measures again.', *tried]
     commands, models = [step.command for step in done], results.models()
     difference, half_width = outcome.against_float['difference'], outcome.against_float['chance']
     about = {
@@ -126,6 +127,7 @@ def conclude(results: Results, runner: Runner, tried: list[str]) -> None:
         'ap_difference': difference,
         'interval': None if half_width == UNKNOWN else (difference - half_width, difference + half_width),
         'reasons': [*reasons.values()],
+        'disturbed': bool(noise),
         'tried': tried,
         'would_change': advice,
         'commands': commands,
@@ -156,4 +158,6 @@ def conclude(results: Results, runner: Runner, tried: list[str]) -> None:
     ]
     write_page(folder / 'ship', f'{config.weights.name} for {plan.target.title}', parts)
     LOGGER.log(RESULT, '\n\n'.join(['', models, said, *tried, *advice]) + '\n')
+    if noise:
+        runner.note(done[-1], 0)  # the speed
     finish(file=file, page=folder / 'ship.html', json=folder / 'ship.json')

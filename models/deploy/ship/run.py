@@ -1,11 +1,14 @@
 """`qat.py ship`: run the plan, and decide."""
 
+import re
 from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
 
 from models.deploy.ship.look import look
 from models.deploy.ship.plan import Plan
 from models.deploy.ship.results import Results, conclude
-from models.deploy.ship.steps import STAMPS, Failed, Runner
+from models.deploy.ship.steps import STAMPS, Failed, Runner, finished
 from utils.qat.config.settings import command_words
 from utils.qat.config.ship import ShipConfig
 from utils.qat.core.command import command, resumable
@@ -25,7 +28,7 @@ def work(plan: Plan, runner: Runner) -> None:
     """Run the steps, and conclude. Raises QatError for a model that finds nothing in the images."""
     config, runner.ahead = plan.config, [*plan.first(), *plan.quantized(ALL)]
     scored, *rest = runner.ahead
-    LOGGER.info(f'{len(runner.ahead)} steps, which take about {runner.expect(runner.ahead)}')
+    LOGGER.info(f'{len(runner.ahead)} steps, of which those that are left take about {runner.expect(runner.ahead)}')
     if 'epochs' in config.decided and not config.epochs:
         LOGGER.info(f'without fine-tuning, of which an epoch would take about {in_words(plan.epoch)} on this CPU')
     runner.run([scored])
@@ -45,12 +48,20 @@ def work(plan: Plan, runner: Runner) -> None:
     conclude(results, runner, tried)
 
 
+def begun(path: Path, digest: str) -> Path | None:
+    """Find the last run on files with this digest, in the folder `path` or one with a number behind its name."""
+    folders = [each for each in path.parent.glob('*') if re.fullmatch(rf'{re.escape(path.name)}\d*', each.name)]
+    known = [each / STAMPS for each in folders if finished(each, digest) is not None]
+    return max(known, key=lambda file: file.stat().st_mtime).parent if known else None
+
+
 def ship(config: ShipConfig) -> None:
     """Run `qat.py ship`, whose exit code is 0 for both verdicts."""
     if world_size() > 1:
         raise QatError('qat.py ship: one process; start it without torchrun')
     plan = look(config)
-    with own_folder(replace(config, exist_ok=config.exist_ok or config.resume, resume=False)) as folder:
+    last = begun(config.project / config.name, plan.digest) if config.resume else None
+    with own_folder(SimpleNamespace(**{**vars(config), 'resume': last})) as folder:
         settings = {**vars(plan.config), 'name': folder.name}
         again = command('qat.py', 'ship', *command_words(settings, ShipConfig), '--resume')
         log_to(folder / 'log.txt')

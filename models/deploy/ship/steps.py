@@ -37,6 +37,14 @@ def _end_with_parent() -> None:
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
+def finished(folder: Path, digest: str) -> dict[str, float] | None:
+    """Return the `taken` of a Runner in a folder; None if none has worked there on files with this digest."""
+    kind = {'digest': lambda known: known == digest, 'taken': {str: SECONDS}}
+    with suppress(OSError, ValueError):  # killed before the first step, not ours, or of other files
+        return read_json(folder / STAMPS, kind)['taken']
+    return None
+
+
 @dataclass
 class Runner:
     """Runs steps in a folder, and knows those of an earlier run there.
@@ -55,33 +63,36 @@ class Runner:
     taken: dict[str, float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        kind = {'digest': lambda digest: digest == self.digest, 'taken': {str: SECONDS}}
-        with suppress(OSError, ValueError):  # killed before the first step, not ours, or of other files
-            self.taken = read_json(self.folder / STAMPS, kind)['taken'] if self.resume else {}
+        self.taken = finished(self.folder, self.digest) or {} if self.resume else {}
+
+    def has(self, step: Step) -> bool:
+        """Tell whether a step has ended well before, and its result is there."""
+        return bool(self.taken.get(step.command)) and step.result.exists()
 
     def expect(self, steps: Sequence[Step]) -> str:
-        """Say how long steps will take: what was expected, by how right that was so far."""
+        """Say how long those of the steps will take that are left: what was expected, by how right that was so far."""
         taken, expected = sum(self.taken[step.command] for step in self.done), sum(step.seconds for step in self.done)
-        return in_words((taken + TRUST) / (expected + TRUST) * sum(step.seconds for step in steps))
+        left = sum(step.seconds for step in steps if not self.has(step))
+        return in_words((taken + TRUST) / (expected + TRUST) * left)
 
     def run(self, steps: Sequence[Step]) -> None:
         """Run steps, the first of those that are ahead. Raises Failed."""
         for step in steps:
             position = f'[{len(self.done) + 1}/{len(self.done) + len(self.ahead)}] {step.title}'
-            taken, folder = self.taken.get(step.command), step.result.parent
-            if taken and step.result.exists():
-                LOGGER.info(f'{position}: done before, in {in_words(taken)}')
+            folder = step.result.parent
+            if self.has(step):
+                LOGGER.info(f'{position}: done before, in {in_words(self.taken[step.command])}')
             else:
                 LOGGER.info(f'{position}, about {self.expect([step])}; all that is left: {self.expect(self.ahead)}')
-                started = taken is not None and (folder / STATE).exists()
+                started = step.command in self.taken and (folder / STATE).exists()
                 self.taken = {one.command: self.taken[one.command] for one in self.done}  # all others hang on this step
-                self._note(step, 0)
-                self._note(step, _call(command('qat.py', 'quantize', '--resume', folder) if started else step.command))
+                self.note(step, 0)
+                self.note(step, _call(command('qat.py', 'quantize', '--resume', folder) if started else step.command))
             self.ahead.remove(step)
             self.done.append(step)
 
-    def _note(self, step: Step, seconds: float) -> None:
-        """Keep the time of a step."""
+    def note(self, step: Step, seconds: float) -> None:
+        """Keep the time of a step; 0: --resume runs it again."""
         self.taken[step.command] = seconds
         write_json(self.folder / STAMPS, {'digest': self.digest, 'taken': self.taken})
 

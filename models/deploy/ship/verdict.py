@@ -7,9 +7,9 @@ from utils.qat.benchmark.baseline import Gain
 from utils.qat.config.qat import PRICES
 from utils.qat.evaluation.interval import Part, in_points
 
-SPEEDS = {  # --activation → of INT8 of yolov9-t, with it / with SiLU, docs/activations.md
+SPEEDS = {  # --activation → of INT8, with it / with SiLU, docs/activations.md
     'polynomial': 'in OpenVINO 0.61 to 0.92 of the time',
-    'relu': 'in OpenVINO 0.5 to 0.74, in TensorRT 0.82 to 0.9 of the time',
+    'relu': 'in OpenVINO 0.5 to 0.74, in TensorRT 0.82 to 0.93 of the time',
 }
 
 

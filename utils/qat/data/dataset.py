@@ -496,21 +496,30 @@ def require_readable(files: Sequence[str], data: Data) -> None:
                 _require_class(c, f'{label}:{number}', data)
 
 
+def _start_of(file: Path) -> bytes:
+    """Read the first bytes of a file, among which a COCO JSON has its first keys; none of a folder, a pipe or a device."""
+    if not file.is_file():
+        return b''
+    with open(file, 'rb') as opened:
+        return opened.read(1 << 16)
+
+
 def require_labels(dataset: LoadImagesAndLabels, key: str, data: Data, use: str) -> None:
     """Raise QatError if no image of a set has a label. `key` is the set in the data YAML; `use`: what labels are for, as a participle."""
     if any(map(len, dataset.labels)):
         return
-    image = Path(dataset.im_files[0])
+    image, label = Path(dataset.im_files[0]), Path(dataset.label_files[0])
     folders = [
         p for parent in list(image.parents)[:4] for p in (parent, parent / 'annotations', parent / 'Annotations')
     ]
-    annotations = next((file for folder in folders for file in sorted(folder.glob('*.json'))), Path('ANNOTATIONS.json'))
+    found = (file for folder in folders for file in sorted(folder.glob('*.json')) if b'"images"' in _start_of(file))
+    annotations = next(found, Path('ANNOTATIONS.json'))
     kind, convert = 'a COCO JSON', command('scripts/coco_to_yolo.py', annotations, image.parent)
     if voc := next((folder for folder in folders if next(folder.glob('*.xml'), None)), None):
         kind, convert = 'XML files', command('scripts/voc_to_yolo.py', voc, image.parent)
     raise QatError(
         f'{data.flag} {data.file}: {key}: none of its {len(dataset.im_files)} images has a label, so nothing can be {use}; the label of '
-        f'{image} was looked for in {dataset.label_files[0]}; labels in {kind} are converted by: {convert}'
+        f'{image}, {label}, {"is empty" if label.exists() else "is not there"}; labels in {kind} are converted by: {convert}'
     )
 
 

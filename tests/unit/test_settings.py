@@ -105,6 +105,13 @@ def test_everything_wrong_is_said_at_once():
         settings(epochs=0, iters=0, amp='fp8', val_split=0.1)
 
 
+def test_integers_alone_leave_no_layer_in_float():
+    with pytest.raises(
+        QatError, match='^--exclude, --only: leaves layers in float, and --target edge computes integers alone'
+    ):
+        settings(target='edge', exclude=('model.0',), only=('model.1',))
+
+
 @pytest.mark.parametrize(
     'allowed, inside, outside, words',
     [

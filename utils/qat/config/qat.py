@@ -313,6 +313,11 @@ class QuantizeConfig(CalibrationConfig):
             f'--hyp {self.hyp}: augmented images are squares; give one number for --imgsz, or leave --hyp out',
         )
         yield len(choosing) == 2, '--keep-float, --max-drop: give one of the two'
+        left = [*choosing, *[f'--{name}' for name in ('exclude', 'only') if getattr(self, name)]]
+        yield (
+            left and self.target in TARGETS and self.made_for.integers,
+            f'{", ".join(left)}: leaves layers in float, and --target {self.target} computes integers alone; leave it out',
+        )
         yield (
             choosing and not self.sensitive,
             f'{" and ".join(choosing)}: needs --sensitive SUMMARY, the summary-sensitive-analysis.json '

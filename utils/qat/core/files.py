@@ -75,7 +75,10 @@ def atomic(path: str | Path) -> Iterator[Path]:
             e.filename = str(path)
         raise
     finally:
-        tmp.unlink(missing_ok=True)
+        with contextlib.suppress(
+            OSError
+        ):  # a file system for reading alone refuses it too, and the first error says more
+            tmp.unlink()
 
 
 def distinct_names(files: Sequence[Path]) -> list[str]:

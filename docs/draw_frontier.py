@@ -13,7 +13,7 @@ import matplotlib as mpl
 from matplotlib.figure import Figure
 
 FOLDER = Path(__file__).resolve().parent / 'measured'
-CHANCE = 0.5  # points, of a difference on these images
+CHANCE = 0.7  # points, of a difference on these images
 
 
 def main() -> None:

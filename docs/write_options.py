@@ -35,7 +35,7 @@ COMMANDS: dict[str, type[Settings]] = {
 INTRODUCTION = """# Options
 
 Each option in a clause, with its default in brackets; `-h` of the command says more. All commands have `--quiet` and `--verbose` too. `segment/qat_seg.py` and
-`classify/qat_cls.py` are `qat.py` for one task. [Files and exit codes](results.md). [Options of other tools](migration.md).
+`classify/qat_cls.py` are `qat.py` for one task. [Files and exit codes](results.md). [Options that `-h` leaves out, such as `--no-eval-ptq`](migration.md).
 
 <!-- docs/write_options.py writes this page. -->"""
 

@@ -305,7 +305,10 @@ def test_the_walkthrough_is_run(tmp_path):
             f'{command} {" ".join(words)}\n{run.stdout[-2000:]}\n{run.stderr[-2000:]}'
         )
         ran.append(command)
-    commands_of_ours = {f.name for f in REPO.glob('*.py') if f.name != 'yolov9_qat.py'} | {'scripts/audit_onnx.py', 'scripts/infer_onnx.py'}
+    commands_of_ours = {f.name for f in REPO.glob('*.py') if f.name != 'yolov9_qat.py'} | {
+        'scripts/audit_onnx.py',
+        'scripts/infer_onnx.py',
+    }
     assert commands_of_ours <= set(ran)
     assert list(tree.glob('runs/qat/*/weights/best.onnx')) and list(tree.glob('runs/benchmark/*/benchmark.md'))
 

@@ -75,9 +75,7 @@ def atomic(path: str | Path) -> Iterator[Path]:
             e.filename = str(path)
         raise
     finally:
-        with contextlib.suppress(
-            OSError
-        ):  # a file system for reading alone refuses it too, and the first error says more
+        with contextlib.suppress(OSError):  # none is there, or none can be: the first error says more
             tmp.unlink()
 
 

@@ -214,7 +214,7 @@ def write_onnx(
         half=half,
         int8_weights=config.trt != 8,  # the parser of 8.6 takes integers only from a Q
         kept_float=[*export.kept_float, *(float_inside_blocks(model) if export.int8 else ())],
-        # what reads split sums is TensorRT, whose files have padded widths
+        # TensorRT alone gains by split sums, and the files for it are those with padded widths
         target=export.target if export.widths > 1 else replace(export.target, split_sums=math.inf),
         widths=export.widths,
         dense=export.reshapes,

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 from models.deploy.ship.look import look
 from models.deploy.ship.plan import Plan
 from models.deploy.ship.results import Results, conclude
-from models.deploy.ship.steps import STAMPS, Failed, Runner, finished
+from models.deploy.ship.steps import STAMPS, Failed, Runner, read_stamps
 from utils.qat.config.settings import command_words
 from utils.qat.config.ship import ShipConfig
 from utils.qat.core.command import command, resumable
@@ -48,10 +48,10 @@ def work(plan: Plan, runner: Runner) -> None:
     conclude(results, runner, tried)
 
 
-def begun(path: Path, digest: str) -> Path | None:
+def last_run(path: Path, digest: str) -> Path | None:
     """Find the last run on files with this digest, in the folder `path` or one with a number behind its name."""
     folders = [each for each in path.parent.glob('*') if re.fullmatch(rf'{re.escape(path.name)}\d*', each.name)]
-    known = [each / STAMPS for each in folders if finished(each, digest) is not None]
+    known = [each / STAMPS for each in folders if read_stamps(each, digest) is not None]
     return max(known, key=lambda file: file.stat().st_mtime).parent if known else None
 
 
@@ -60,7 +60,7 @@ def ship(config: ShipConfig) -> None:
     if world_size() > 1:
         raise QatError('qat.py ship: one process; start it without torchrun')
     plan = look(config)
-    last = begun(config.project / config.name, plan.digest) if config.resume else None
+    last = last_run(config.project / config.name, plan.digest) if config.resume else None
     with own_folder(SimpleNamespace(**{**vars(config), 'resume': last})) as folder:
         settings = {**vars(plan.config), 'name': folder.name}
         again = command('qat.py', 'ship', *command_words(settings, ShipConfig), '--resume')

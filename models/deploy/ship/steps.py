@@ -37,7 +37,7 @@ def _end_with_parent() -> None:
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
-def finished(folder: Path, digest: str) -> dict[str, float] | None:
+def read_stamps(folder: Path, digest: str) -> dict[str, float] | None:
     """Return the `taken` of a Runner in a folder; None if none has worked there on files with this digest."""
     kind = {'digest': lambda known: known == digest, 'taken': {str: SECONDS}}
     with suppress(OSError, ValueError):  # killed before the first step, not ours, or of other files
@@ -63,7 +63,7 @@ class Runner:
     taken: dict[str, float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self.taken = finished(self.folder, self.digest) or {} if self.resume else {}
+        self.taken = (read_stamps(self.folder, self.digest) if self.resume else None) or {}
 
     def has(self, step: Step) -> bool:
         """Tell whether a step has ended well before, and its result is there."""

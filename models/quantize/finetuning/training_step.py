@@ -37,7 +37,8 @@ MAX_NORM = 10.0  # of the gradient
 LOSS_SCALE, GROW_AFTER = 2.0**13, 100  # the first scale, and the number of good steps after which it doubles
 Parts = list[list[torch.Tensor]]  # of a layer's output, see output_parts
 BOXES = 'boxes'  # the term of the loss without a layer
-# of it: at 1 a network of many classes learns boxes first, and classes hardly (docs/measured/activations.csv, COCO at 320 px)
+# Weight of that term. With 1 a network of many classes learns its boxes, and its classes hardly (docs/measured/activations.csv, COCO
+# at 320 px)
 BOX_WEIGHT = 0.1
 MOMENTS = 'step', 'exp_avg', 'exp_avg_sq'  # Adam's state of a parameter
 WARM_UP = 3  # steps before a CUDA graph is recorded, in which libraries choose kernels and allocate memory

@@ -83,7 +83,7 @@ def begin(inputs: Inputs, folder: Path) -> None:
 
 @dataclass
 class Work:
-    """What a run of `quantize` has to do: the images of each stage that is left, and the parts of the model that stay as they are."""
+    """The work of a run of `quantize`: it holds the images of each stage that is left, and the parts of the model that stay as they are."""
 
     scored: dict[str, Loader] = field(default_factory=dict)  # 'val', and 'held out' if images are held out
     float_blocks: Kept = Kept([])

@@ -19,7 +19,7 @@ from models.deploy.ship import plan as planned
 from models.deploy.ship import results as concluded
 from models.deploy.ship.plan import Step
 from models.deploy.ship.results import ways
-from models.deploy.ship.run import begun
+from models.deploy.ship.run import last_run
 from models.deploy.ship.steps import STAMPS, Failed, Runner
 from models.deploy.ship.verdict import Outcome, against_int8
 from utils.qat.benchmark.baseline import Gain
@@ -121,8 +121,8 @@ def test_resume_goes_on_in_the_last_run_of_the_same_files(made, tmp_path):
     for name, digest in (('exp', '1'), ('exp2', '2'), ('exp3', '2'), ('other', '2')):
         (tmp_path / name).mkdir()
         Runner(tmp_path / name, digest, False).note(made()[0], 1.0)
-    assert [begun(tmp_path / 'exp', digest) for digest in '123'] == [tmp_path / 'exp', tmp_path / 'exp3', None]
-    assert begun(tmp_path / 'there' / 'is none', '1') is None
+    assert [last_run(tmp_path / 'exp', digest) for digest in '123'] == [tmp_path / 'exp', tmp_path / 'exp3', None]
+    assert last_run(tmp_path / 'there' / 'is none', '1') is None
 
 
 def test_warnings_are_shown_and_the_rest_is_in_the_log(made, tmp_path, capfd):

@@ -66,21 +66,23 @@ class Tensors:
 
     def axes(self, node: NodeProto) -> list[int]:
         """Return the axes along which a Slice cuts; none if they do not follow from the graph."""
-        given = self.small.get(node.input[3], ()) if len(node.input) > 3 else ()
+        if not all(name in self.small for name in node.input[1:]):
+            return []
+        given = self.small[node.input[3]] if len(node.input) > 3 else range(len(self.small[node.input[1]]))
         return [int(axis) % self.rank(node.input[0]) for axis in given]
 
     def start(self, node: NodeProto) -> int | None:
         """Return the channel with which a Slice begins; None if it skips some, or if that does not follow from the graph."""
-        number, rank = self.number[node.input[0]], self.rank(node.input[0])
-        if not all(name in self.small for name in node.input[1:]):
+        axes = self.axes(node)
+        if not axes:
             return None
+        if CHANNELS not in axes:
+            return 0
         starts, ends, *rest = (self.small[name] for name in node.input[1:])
-        axes = rest[0] if rest else range(len(starts))
-        steps = rest[1] if len(rest) > 1 else [1] * len(starts)
-        for start, end, axis, step in zip(starts, ends, axes, steps):
-            if axis % rank == CHANNELS:
-                return slice(int(start), int(end)).indices(number)[0] if step == 1 else None
-        return 0
+        at = axes.index(CHANNELS)
+        if len(rest) > 1 and rest[1][at] != 1:
+            return None
+        return slice(int(starts[at]), int(ends[at])).indices(self.number[node.input[0]])[0]
 
 
 class Channels(Tensors):

@@ -22,6 +22,7 @@ import torch
 from typing_extensions import override
 
 from models.deploy.agreement import Agreement, Reference, metadata_of, traceable_copy
+from models.deploy.first_convs import split_first
 from models.deploy.formats.format import Export, Format, Written, size_of
 from models.quantize.blocks import float_groups, without_groups
 from models.quantize.convert import float_inside_blocks
@@ -158,7 +159,7 @@ def export_onnx(
 
     model: fused; float or quantized. imgsz: multiples of the stride. dynamic: leave the batch axis open. simplify: run onnxslim.
     half: FP16 outside Q/DQ. int8_weights: store weights with Q/DQ as integers. kept_float: blocks that are float by choice, for
-    the metadata. widths: the multiple to which widths are padded; 1 pads none. layout: gives the checked graph the inputs and
+    the metadata. widths: the multiple to which widths are padded, and the most outputs of a convolution of the images; 1 changes none. layout: gives the checked graph the inputs and
     outputs of a DeepStream parser. dense: write INT8 convolutions with groups as dense ones if the target, or TensorRT for
     `half` and `layout`, takes no groups. progress: wraps the steps.
 
@@ -171,6 +172,8 @@ def export_onnx(
         if half:  # those with a group for each channel are left
             kept_float = [*kept_float, *float_groups(model)]
     traced = traceable_copy(model, inplace)
+    if widths > 1:
+        split_first(traced, widths)
     device = next(traced.parameters()).device
     quantizers = named_quantizers(traced)
     outputs = OUTPUTS[: 1 + hasattr(head_of(traced), 'nm')]

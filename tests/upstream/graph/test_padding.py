@@ -234,6 +234,7 @@ NETWORKS = {
     'one class': ('demo', {**SMALL, 'nc': 1}),
     '80 classes': ('demo', {**SMALL, 'nc': 80}),
     'parts and sums': ('demo', FUSED),
+    'wide images': ('demo', {**SMALL, 'backbone': [[-1, 1, 'Conv', [72, 3, 2]], *SMALL['backbone'][1:]]}),
     'seg': ('demo-seg', {'backbone': BACKBONE, 'head': HEADS['Segment']}),
     'dseg': ('demo-seg', {'backbone': BACKBONE, 'head': HEADS['DSegment']}),
 }
@@ -302,7 +303,7 @@ def assert_padded(after, done, prototypes=False):
 
 
 CASES = [
-    *[(name, 'trt 10', {}) for name in NETWORKS if name != 'dseg'],
+    *[(name, 'trt 10', {}) for name in NETWORKS if name not in ('dseg', 'wide images')],
     pytest.param('dseg', 'trt 10', {}, marks=pytest.mark.full_tree),
     *[('small', file, {}) for file in FILES if file != 'trt 10'],
     *[('small', 'trt 10', {'exchange': name}) for name in ('polynomial', 'relu')],
@@ -370,6 +371,21 @@ def test_convolutions_read_the_addends_of_sums(tmp_path, sums, kind):
     assert_changes_nothing(before, after, feeds)
     assert_padded(after, done)
     assert_single_steps(before, after, feeds)
+
+
+@pytest.mark.parametrize('kind', FILES)
+def test_the_first_convolution_is_computed_in_parts(tmp_path, kind):
+    """Of at most 32 outputs, in padded files alone."""
+    file, graphs, feeds = tmp_path / 'model.onnx', [], {'images': image().numpy()}
+    model = quantized('wide images')
+    for widths in (1, MULTIPLE):
+        export_onnx(model, file, (64, 64), widths=widths, **FILES[kind])
+        graphs.append(onnx.load(file))
+    first = [[c.channels for c in audit(graph).convs if c.first] for graph in graphs]
+    assert first == [[(3, 72)], [(3, 32)] * 3], 'the last 8 outputs, padded'
+    assert_changes_nothing(*graphs, feeds)
+    assert_single_steps(*graphs, feeds)
+    assert audit(graphs[1]).findings == []
 
 
 @pytest.mark.parametrize('name, kind, changes', CASES)

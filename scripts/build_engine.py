@@ -126,8 +126,8 @@ def build(
 
     version = version_of(trtexec) if trtexec else None
     require_tuner(config, version)
-    minutes = 'up to a minute' if config.level == 0 else '5 to 6 minutes'
-    usual = f'INT8 engines of 640 pixels took {minutes} on an H100'
+    minutes = 'up to a minute' if config.level == 0 else '2 to 6 minutes'
+    usual = f'INT8 engines of 640 pixels took {minutes} on an H100 or H200'
     timed = f'the last build took {seconds:g} s' if isinstance(seconds, int | float) else usual
     LOGGER.info(f'building {config.engine}; {timed}')
     if trtexec is None or version is None:

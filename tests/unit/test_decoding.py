@@ -1,10 +1,10 @@
-"""Laws of graph/decoding.py: the boxes stay, and another decoding stays as it is."""
+"""Laws of graph/decoding.py: boxes and classes stay, and another decoding stays as it is."""
 
 import numpy as np
 import pytest
 from helpers.graphs import graph_of, run_onnx
 
-from utils.qat.graph.decoding import boxes_by_matrix
+from utils.qat.graph.decoding import boxes_by_matrix, decode_apart
 
 BATCH, BINS, ANCHORS = 2, 4, 7  # as many bins as sides, so that another order of the axes is a graph too
 # As upstream's DDetect is traced: `x` has the logits of the distances to four sides
@@ -51,3 +51,38 @@ def test_another_decoding_stays(part):
     assert HEAD.count(part) == 1
     text = HEAD.replace(part, OTHERS[part])
     assert boxes_by_matrix(head(text)) == head(text)
+
+
+# ---- boxes and classes apart --------------------------------------------------------------------------------------------
+
+# As upstream joins and splits them, of images of two strides; the second has other boxes and classes
+JOINED = """
+left = MaxPool<kernel_shape = [2, 2], strides = [2, 2]>(x) a, b, e = Split<axis = 1>(x, three) c, d, f = Split<axis = 1>(left, three)
+large = Concat<axis = 1>(a, b) small = Concat<axis = 1>(d, c) rows = Reshape(large, flat) more = Reshape(small, flat)
+all = Concat<axis = 2>(rows, more) box, cls = Split<axis = 1>(all, two) s = Sigmoid(cls) y = Concat<axis = 1>(box, s)
+"""
+PARTS = {'three': np.array([2, 2, 1]), 'two': np.array([2, 2]), 'flat': np.array([0, 4, -1]), 'other': np.array([1, 3])}
+NOT_JOINED = {
+    'more = Reshape(small, flat)': 'more = Relu(rows)',
+    'large = Concat<axis = 1>(a, b)': 'large = Concat<axis = 1>(a, e, e)',
+    'Split<axis = 1>(all, two)': 'Split<axis = 1>(all, other)',
+}
+
+
+def joined(text=JOINED):
+    return graph_of(text, initializers=PARTS, shape=(1, 5, 4, 4), returns=(None, None, None))
+
+
+def test_boxes_and_classes_are_not_joined():
+    x = {'x': RNG.normal(size=(1, 5, 4, 4)).astype(np.float32)}
+    before, after = joined(), decode_apart(joined())
+    np.testing.assert_array_equal(run_onnx(after, x)[0], run_onnx(before, x)[0])
+    assert [[n.op_type for n in model.graph.node].count('Split') for model in (before, after)] == [3, 2]
+    assert not {'large', 'small', 'all'} & {name for n in after.graph.node for name in n.output}
+
+
+@pytest.mark.parametrize('part', NOT_JOINED)
+def test_another_join_stays(part):
+    assert JOINED.count(part) == 1
+    text = JOINED.replace(part, NOT_JOINED[part])
+    assert decode_apart(joined(text)) == joined(text)

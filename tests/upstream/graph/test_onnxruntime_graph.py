@@ -7,7 +7,7 @@ from helpers.graphs import copy, model_of, run_onnx
 from helpers.tables import named_rows
 
 from utils.qat.core.machine import onnx_options
-from utils.qat.vendors.onnxruntime.graph import averages_by_convolutions
+from utils.qat.graph.passes import averages_by_convolutions
 
 VALUES = {'s': np.float32(0.125), 'z': np.uint8(100), 'ys': np.float32(0.11), 'yz': np.uint8(90)}
 # name, nodes behind `a`, and whether the average becomes a convolution; y is the result

@@ -35,6 +35,7 @@ from utils.qat.core.errors import QatError
 from utils.qat.core.machine import instruction_flags
 from utils.qat.graph import passes
 from utils.qat.graph.audit import audit
+from utils.qat.graph.decoding import decode_apart
 from utils.qat.graph.onnx_graph import count_qdq
 from utils.qat.vendors.load import open_file
 from utils.qat.vendors.openvino.graph import fake_quantize
@@ -66,6 +67,7 @@ def assert_integers(file, batch=1):
     repeated = [layer for layer in found.reencoded if layer.kind != 'Reorder']
     assert not repeated, 'Q/DQ that repeat a scale are layers again'
     assert len(found.reencoded) <= 4, [layer.name for layer in found.reencoded]
+    assert not [layer.name for layer in found.layers if layer.kind == 'Pooling' and 'AveragePool' in layer.name]
     return session
 
 
@@ -103,6 +105,10 @@ def test_each_kind_of_export(small, task, kind, tmp_path):
     if kind == 'end2end':
         export_end2end(file, file, Nms('standard'))
     assert_integers(file)
+    joined = onnx.load(file)
+    apart = decode_apart(copy(joined))
+    assert apart != joined and decode_apart(copy(apart)) == apart
+    assert_same_outputs(joined, apart, {'images': image(SIDE).numpy()})
     if kind == 'dynamic':
         session = assert_integers(file, batch=3)
         assert session.run({'images': made_images(2, (SIDE, SIDE))})['output0'].shape[0] == 2

@@ -4,7 +4,6 @@ Every version of it quantizes FP16 values as ONNX specifies: x / scale, rounded 
 x → Cast → FP32 → Q (FP32 scale) gives the same INT8 values.
 """
 
-import math
 from functools import cache, partial
 
 import numpy as np
@@ -13,61 +12,16 @@ from onnx import ModelProto, NodeProto, TensorProto, helper, numpy_helper
 
 from utils.qat.core.machine import onnx_options
 from utils.qat.graph.audit_rules import SHARED, adds, numbers, open_ends
-from utils.qat.graph.onnx_graph import Graph, attribute, constants, is_half, replace_nodes
-from utils.qat.graph.passes import absorb_relus, drop_repeated_qdq, unsigned_activations
-from utils.qat.graph.tensor_types import infer
+from utils.qat.graph.onnx_graph import constants, is_half, replace_nodes
+from utils.qat.graph.passes import absorb_relus, averages_by_convolutions, drop_repeated_qdq, unsigned_activations
 
 RULES = (*SHARED, partial(adds, one_scale=False), open_ends, partial(numbers, zero_points='any'))
-
-
-# Weight of an average: a power of two, with which sums that lie between two integers round as those of an average; and two products
-# with 255 fit into the 16 bits of CPUs without VNNI
-UNITS = 64
 
 
 def finish(model: ModelProto) -> ModelProto:
     """Rewrite a graph, in place, into the form that ONNX Runtime computes in integers; changes no value but by the last bit of an average."""
     integers = unsigned_activations(absorb_relus(drop_repeated_qdq(model, behind_moves=False)))
     return averages_by_convolutions(integers)
-
-
-def averages_by_convolutions(model: ModelProto) -> ModelProto:
-    """Write each average pooling between a DQ and Qs as an INT8 convolution with a group for each channel, in place.
-
-    ONNX Runtime's own kernel for it goes by FP32 and takes several times as long.
-    """
-    graph, (types, _), nodes = Graph(model), infer(model), list[NodeProto]()
-    for node in graph.nodes:
-        if node.op_type == 'AveragePool' and node.input[0] in types and _is_int8_mean(graph, node):
-            nodes += _convolution(model, node, types[node.input[0]][1][1])
-        else:
-            nodes.append(node)
-    return replace_nodes(model, nodes)
-
-
-def _is_int8_mean(graph: Graph, pool: NodeProto) -> bool:
-    """Tell whether a pooling reads and makes integers, and divides each sum by the size of its window."""
-    result, inside = pool.output[0], not any(attribute(pool, 'pads', ())) or attribute(pool, 'count_include_pad', 0)
-    return (
-        graph.op(pool.input[0]) == 'DequantizeLinear'
-        and result not in graph.outputs
-        and all(reader.op_type == 'QuantizeLinear' for reader, _ in graph.readers[result])
-        and bool(inside and not attribute(pool, 'ceil_mode', 0))
-    )
-
-
-def _convolution(model: ModelProto, pool: NodeProto, channels: int) -> list[NodeProto]:
-    """Make the convolution that computes a pooling, behind the DQ of its weight, which is added to the constants."""
-    result, sides = pool.output[0], attribute(pool, 'kernel_shape')
-    names = [f'{result}/{part}' for part in ('weight', 'scale', 'zero_point')]
-    weight, scale, zero = np.full((channels, 1, *sides), UNITS), 1 / (UNITS * math.prod(sides)), 0
-    for name, value, kind in zip(names, (weight, scale, zero), (np.int8, np.float32, np.int8)):
-        model.graph.initializer.append(numpy_helper.from_array(np.asarray(value, kind), name))
-    kept = [a for a in pool.attribute if a.name in ('kernel_shape', 'strides', 'pads')]
-    dequantized = f'{result}/dequantized'
-    conv = helper.make_node('Conv', [pool.input[0], dequantized], [result], pool.name, group=channels)
-    conv.attribute.extend(kept)
-    return [helper.make_node('DequantizeLinear', names, [dequantized], f'{result}/DequantizeLinear'), conv]
 
 
 @cache

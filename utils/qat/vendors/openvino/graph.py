@@ -7,6 +7,7 @@ import onnx
 from onnx import ModelProto, NodeProto, numpy_helper
 
 from utils.qat.graph.audit_rules import SHARED, adds, not_absorbed, numbers
+from utils.qat.graph.decoding import decode_apart
 from utils.qat.graph.onnx_graph import (
     attribute,
     constants,
@@ -16,7 +17,13 @@ from utils.qat.graph.onnx_graph import (
     readers,
     replace_nodes,
 )
-from utils.qat.graph.passes import absorb_relus, drop_repeated_qdq, keep_nodes, unsigned_activations
+from utils.qat.graph.passes import (
+    absorb_relus,
+    averages_by_convolutions,
+    drop_repeated_qdq,
+    keep_nodes,
+    unsigned_activations,
+)
 
 OPENVINO = 'org.openvinotoolkit'  # domain of its own operators in an ONNX graph
 RULES = (*SHARED, partial(adds, one_scale=False), not_absorbed, partial(numbers, zero_points='unsigned'))
@@ -31,10 +38,11 @@ def finish(model: ModelProto) -> ModelProto:
 
 
 def for_openvino(model: ModelProto) -> ModelProto:
-    """Rewrite a Q/DQ graph, in place, into the form that OpenVINO computes correctly and fast; values change only by rounding."""
+    """Rewrite a graph, in place, into the form that OpenVINO computes correctly and fast; values of Q/DQ change only by rounding."""
+    model = decode_apart(model)
     if not any(count_qdq(model)):
         return model
-    return fake_quantize(absorb_relus(drop_repeated_qdq(model)))
+    return fake_quantize(absorb_relus(drop_repeated_qdq(averages_by_convolutions(model))))
 
 
 def fake_quantize(model: ModelProto) -> ModelProto:

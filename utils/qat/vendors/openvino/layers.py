@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from utils.qat.core.text import listed, markdown_table
+from utils.qat.graph.passes import AVERAGE
 
 if TYPE_CHECKING:
     import openvino
@@ -106,7 +107,7 @@ class Int8Layers:
     """The layers of a compiled model, sorted by what runs in INT8.
 
     Attributes:
-        convs: the convolutions.
+        convs: the convolutions, without those that are average poolings.
         by_design: of these, in float because their weights are float in the file.
         lost: of these, in float although their weights are quantized.
         moves: operators that only move values, in float before a layer that quantizes them.
@@ -116,7 +117,8 @@ class Int8Layers:
 
     def __init__(self, layers: list[CompiledLayer], quantized: dict[str, bool]) -> None:
         """Sort the layers, given the convolutions with quantized weights, see `quantized_convs`."""
-        self.layers, self.convs = layers, [layer for layer in layers if layer.kind in CONV_LAYERS]
+        self.layers, convs = layers, [layer for layer in layers if layer.kind in CONV_LAYERS]
+        self.convs = [layer for layer in convs if not (layer.integer and layer.name.endswith(AVERAGE))]
         floats = [layer for layer in self.convs if not layer.integer]
         self.int8 = len(self.convs) - len(floats)
         self.lost = [layer for layer in floats if any(quantized.get(name) for name in (layer.name, *layer.operators))]

@@ -41,6 +41,15 @@ def test_int8_needs_both(speedup, difference, max_drop, min_speedup, against):
     assert [*against_int8(outcome(speedup, difference), max_drop, min_speedup)] == against
 
 
+def test_blocks_return_to_float_only_for_a_loss_beyond_its_interval():
+    """`quantize --max-drop` counts no other, so the file would be the same."""
+    assert [outcome(difference=lost, half_width=0.004).beyond for lost in (-0.005, -0.004, 0.01)] == [
+        True,
+        False,
+        False,
+    ]
+
+
 def test_the_sentence_names_file_speed_cost_and_size():
     found = outcome()
     said = sentence(found, {}, 'best.xml', 2_500_000, 10_000_000)

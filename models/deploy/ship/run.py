@@ -37,11 +37,15 @@ def work(plan: Plan, runner: Runner) -> None:
     runner.run(rest)
     results, chip = Results(plan, ALL), plan.target.integers
     tried = [NO_CHIP.format(plan.shown.title)] * chip
-    if [*results.reasons] == ['accuracy'] and not chip:
+    if [*results.reasons] == ['accuracy'] and not chip and not results.outcome.beyond:
+        tried = ['No block returns to float for it: the loss lies within its confidence interval.']
+    elif [*results.reasons] == ['accuracy'] and not chip:
         tried = [f'With all blocks in INT8 it is {results.outcome.gain}, and changes {results.outcome.cost}.']
         LOGGER.info(f'{results.reasons["accuracy"]}: blocks return to float')
         sensitive, taught = plan.sensitive(results.taught), results.taught
-        partly = plan.quantized(PARTLY, taught, sensitive=sensitive.result, max_drop=config.max_drop)
+        # `quantize` counts what is lost beyond the interval
+        budget = round(max(0, config.max_drop - 100 * results.outcome.against_float['chance']), 2)
+        partly = plan.quantized(PARTLY, taught, sensitive=sensitive.result, max_drop=budget)
         runner.ahead = [sensitive, *partly]
         runner.run([*runner.ahead])
         results = Results(plan, PARTLY)
@@ -60,7 +64,10 @@ def ship(config: ShipConfig) -> None:
     if world_size() > 1:
         raise QatError('qat.py ship: one process; start it without torchrun')
     plan = look(config)
-    last = last_run(config.project / config.name, plan.digest) if config.resume else None
+    path = config.project / config.name
+    last = last_run(path, plan.digest) if config.resume else None
+    if config.resume and not last and path.exists():
+        LOGGER.info(f'--resume: no run of these weights, images and labels in {path}, so a new one begins')
     with own_folder(SimpleNamespace(**{**vars(config), 'resume': last})) as folder:
         settings = {**vars(plan.config), 'name': folder.name}
         again = command('qat.py', 'ship', *command_words(settings, ShipConfig), '--resume')

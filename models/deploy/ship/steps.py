@@ -45,6 +45,14 @@ def read_stamps(folder: Path, digest: str) -> dict[str, float] | None:
     return None
 
 
+def _is_json(file: Path) -> bool:
+    """Tell whether a file is there and is JSON."""
+    with suppress(OSError, ValueError):
+        read_json(file)
+        return True
+    return False
+
+
 @dataclass
 class Runner:
     """Runs steps in a folder, and knows those of an earlier run there.
@@ -66,8 +74,9 @@ class Runner:
         self.taken = (read_stamps(self.folder, self.digest) if self.resume else None) or {}
 
     def has(self, step: Step) -> bool:
-        """Tell whether a step has ended well before, and its result is there."""
-        return bool(self.taken.get(step.command)) and step.result.exists()
+        """Tell whether a step has ended well before, and all that it left is there."""
+        whole = step.result.suffix != '.json' or _is_json(step.result)
+        return bool(self.taken.get(step.command)) and whole and all(f.exists() for f in (step.result, *step.beside))
 
     def expect(self, steps: Sequence[Step]) -> str:
         """Say how long those of the steps will take that are left: what was expected, by how right that was so far."""

@@ -242,9 +242,10 @@ def calibrate(
     LOGGER.debug(f'divergence of the {outputs}: {compared or "not measured"}')
     divergence = divergences.get(method + CORRECTED * corrected, 0)
     if not divergence < UNUSABLE:
+        other = 'auto, ' * (config.calib_method != 'auto')
         LOGGER.warning(
             f'--calib-method {config.calib_method}: the {outputs} are far from those of the float model (divergence {divergence:.2f}, '
-            f'{UNUSABLE} and more is unusable); use auto, other images (train: in --data), or more (--calib-images)'
+            f'{UNUSABLE} and more is unusable); use {other}other images (train: in --data), or more (--calib-images)'
         )
     return {'method': method, 'biases': 'all' if corrected else 'none', 'divergence': divergences}
 

@@ -16,7 +16,8 @@ from utils.qat.data.dataset import load_data
 from utils.qat.evaluation import interval
 from utils.qat.evaluation.evaluate import evaluate
 from utils.qat.evaluation.interval import draw_resamples, resampled_ap, within_interval
-from utils.qat.evaluation.metrics import from_json
+from utils.qat.evaluation.metrics import DetectionMetrics, from_json
+from utils.qat.evaluation.score_tables import interval_table
 from utils.qat.run.report import conclusions
 from utils.qat.run.state import LAST, STATE, Stage
 
@@ -61,6 +62,15 @@ def test_the_mean_of_the_classes_is_the_whole():
     assert found == pytest.approx(resampled_ap(images), abs=0)
     assert max(interval.half_widths(ap)[0] for ap in classes) > interval.half_widths(found)[0] > 0
     assert interval.half_widths(found[:1]) == [interval.UNKNOWN]
+
+
+def test_a_class_with_few_labels_has_no_interval():
+    """All resamples of one image are that image, and half a width of 0 would be a lie."""
+    figures = {'ap': 0.5, 'ap50': 0.9, 'precision': 0.8, 'recall': 0.7}
+    rows = [{'class': i, 'name': f'c{i}', 'instances': n, 'chance': 0.01, **figures} for i, n in enumerate((4, 5))]
+    metrics = DetectionMetrics(**figures, images=9, instances=9, per_class=rows)
+    few, enough = interval_table({'model': metrics}).splitlines()[-2:]
+    assert '0.5000 ± ? ' in few and '0.5000 ± 0.0100 ' in enough
 
 
 @pytest.mark.parametrize('kept', [0, 1])

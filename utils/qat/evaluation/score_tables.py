@@ -11,6 +11,7 @@ from utils.qat.evaluation.metrics import DetectionMetrics, Metrics
 
 MOST = 80  # classes in a picture
 PALE = 0.55  # opacity of the lighter part of a bar
+FEW = 5  # labels of a class; from fewer resamples tell no interval
 
 
 class Columns:
@@ -66,8 +67,9 @@ def interval_table(models: Mapping[str, Metrics]) -> str:
     first = next(iter(models.values()))
     (key, title), counted = first.choosing(), first.counted
 
-    def cell(row: Mapping[str, object]) -> str:
-        half_width = '?' if row.get('chance') == UNKNOWN else f'{row.get("chance", 0):.4f}'
+    def cell(row: Mapping[str, Any]) -> str:
+        half_width = row.get('chance', UNKNOWN) if row.get(counted, 0) >= FEW else UNKNOWN
+        half_width = '?' if half_width == UNKNOWN else f'{half_width:.4f}'
         return f'{row[key]:.4f} ± {half_width}' if row else '-'
 
     of_class = [{row['class']: row for row in metrics.per_class} for metrics in models.values()]

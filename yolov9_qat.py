@@ -6,15 +6,16 @@ Images are FP32 [B, 3, H, W] in 0..1 on the model's device; of a classifier norm
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from utils.qat.config.export import ExportConfig
 from utils.qat.config.qat import LEARNT, EvalConfig, PtqConfig
-from utils.qat.config.tables import format_of
+from utils.qat.config.tables import CHECKPOINTS, format_of
 from utils.qat.core.errors import QatError as QatError  # what mistakes raise
 from utils.qat.core.log import quiet_upstream
-from utils.qat.core.machine import exact_convolutions
+from utils.qat.core.machine import exact_convolutions, select_device
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -26,6 +27,43 @@ if TYPE_CHECKING:
     from utils.qat.run.state import Calibration
 
     Batches = Sequence[Tensor]  # sized and re-iterable, as a DataLoader of images is
+
+
+RANGES = 'calib_method', 'percentile', 'bias_correction', 'seed'  # settings of `calibrate`
+SCORES = 'batch_size', 'workers', 'names_from', 'square', 'conf_thres', 'iou_thres'  # of `evaluate`
+# of `export`: those of its command that tell how a file is written
+NOT_OF_FILE = {
+    'weights',
+    'include',
+    'project',
+    'imgsz',
+    'device',
+    'verify',
+    'names_from',
+    'verify_images',
+    'backend',
+    'max_ap_diff',
+}
+WRITING = tuple(f.name for f in fields(ExportConfig) if f.name not in NOT_OF_FILE)
+
+
+def _only(settings: dict[str, Any], *allowed: str) -> dict[str, Any]:
+    """Return settings. Raises QatError if one of them is not allowed."""
+    for name in settings.keys() - {*allowed}:
+        raise QatError(f'{name}: no setting of this function, which takes {", ".join(allowed)}')
+    return settings
+
+
+def _require_float(model: Network) -> None:
+    from models.quantize.blocks import is_quantized
+
+    if is_quantized(model):
+        raise QatError('the model is quantized already; give the float model, as q.load returns it')
+
+
+def _require_batches(images: Batches) -> None:
+    if not hasattr(images, '__len__'):
+        raise QatError('images: give batches that can be counted and read again, such as a list or a DataLoader')
 
 
 def load(path: str | Path, device: str = 'cpu') -> Network:
@@ -50,7 +88,11 @@ def adapt(model: Network, activation: str, target: str, images: Batches = (), ep
     from models.quantize import activations
     from models.quantize import adapt as learning
 
+    _require_float(model)
+    _require_batches(images)
     activation = activations.activation_for(model, PtqConfig(activation=activation, target=target))
+    if activation == 'keep':
+        return model
     student = activations.exchanged(model, activation, activations.exchangeable(model, activation))
     if activation in LEARNT:
         how = learning.Learning(epochs, len(images), learning.RATE, boxes=True)
@@ -59,8 +101,10 @@ def adapt(model: Network, activation: str, target: str, images: Batches = (), ep
     return activations.finish_exchange(student).eval()
 
 
-def prepare(model: Network, target: str, exclude: Sequence[str] = (), only: Sequence[str] = ()) -> None:
-    """Quantize a float model for an engine, in place, yet without ranges; `exclude` and `only` are as in `qat.py quantize`.
+def prepare(
+    model: Network, target: str, exclude: Sequence[str] = (), only: Sequence[str] = (), scale_policy: str = 'tied'
+) -> None:
+    """Quantize a float model for an engine, in place, yet without ranges; the options are those of `qat.py quantize`.
 
     >>> q.prepare(model, target='tensorrt')
     """
@@ -68,7 +112,9 @@ def prepare(model: Network, target: str, exclude: Sequence[str] = (), only: Sequ
     from models.quantize.calibration import ptq
     from models.quantize.kept import left_out
 
-    config = PtqConfig(target=target, activation='keep')
+    _require_float(model)
+    exclude, only = ([given] if isinstance(given, str) else given for given in (exclude, only))
+    config = PtqConfig(target=target, activation='keep', scale_policy=scale_policy)
     with quiet_upstream():
         checkpoint.fuse(model.eval()).requires_grad_()
     kept = left_out([*convert.find_twins(model, config.made_for)], exclude, only)
@@ -77,13 +123,15 @@ def prepare(model: Network, target: str, exclude: Sequence[str] = (), only: Sequ
 
 
 def calibrate(model: Network, forward_loop: Callable[[Network], object], **settings: Any) -> Calibration:
-    """Find the ranges of a prepared model, by the images of a loop over batches and settings of `qat.py quantize`; say how.
+    """Find the ranges of a prepared model, by the images of a loop over batches; say how.
+
+    settings: calib_method, percentile, bias_correction, seed, as in `qat.py quantize`.
 
     >>> how = q.calibrate(model, lambda model: [model(images) for images in batches], calib_method='mse')
     """
     from models.quantize.calibration import ptq
 
-    config, sample = PtqConfig(**settings), ptq.Sample()
+    config, sample = PtqConfig(**_only(settings, *RANGES)), ptq.Sample()
     with exact_convolutions():
         how = ptq.calibrate(model.eval(), forward_loop, sample, config)
     model.quant['recipe'] |= {**settings, 'imgsz': list(sample.kept[0].shape[1:])}
@@ -95,8 +143,12 @@ def finetune(model: Network, teacher: Network, images: Batches, epochs: int = 10
 
     >>> losses = q.finetune(model, q.load('yolov9-t.pt'), batches, epochs=1)
     """
+    from models.quantize.blocks import is_quantized
     from models.quantize.finetuning import loop
 
+    _require_batches(images)
+    if not is_quantized(model) or is_quantized(teacher):
+        raise QatError('finetune(model, teacher, ...): a calibrated model learns from a float model')
     with exact_convolutions():
         return [epoch.loss for epoch in loop.finetune(model, teacher, images, loop.Learning(epochs, len(images), lr))]
 
@@ -117,7 +169,9 @@ def save(model: Network, path: str | Path) -> None:
 
 
 def export(model: Network, path: str | Path, imgsz: Any = None, **settings: Any) -> Written:
-    """Write a file for an engine, of the kind of its suffix, and compare it with the model. `settings` are those of `export_qat.py`.
+    """Write a file for an engine, of the kind of its suffix, and compare it with the model.
+
+    settings: those of `export_qat.py` that tell how a file is written.
 
     >>> written = q.export(model, 'int8.onnx', imgsz=64, dynamic=True)
     """
@@ -125,12 +179,17 @@ def export(model: Network, path: str | Path, imgsz: Any = None, **settings: Any)
     from models.deploy.load import load_format, predicting
 
     kind = format_of(path := Path(path))
-    config = ExportConfig(path.with_suffix('.pt'), (kind,), imgsz=imgsz, **settings)
+    if not path.parent.is_dir():
+        raise QatError(f'{path.parent}: no such folder')
+    config = ExportConfig(path.with_suffix('.pt'), (kind,), imgsz=imgsz, **_only(settings, *WRITING))
     return export_of(predicting(model), config, [load_format(kind)]).write()[0]
 
 
 def evaluate(model: Network | str | Path, data: str | Path, imgsz: Any = None, **settings: Any) -> Metrics:
-    """Score a model or an exported file on the val images of a data YAML. `settings` are those of `qat.py eval`.
+    """Score a model, a checkpoint or an exported file on the val images of a data YAML.
+
+    settings: batch_size, workers, names_from, square, conf_thres, iou_thres as in `qat.py eval`; for a path device too, and for an exported
+    file backend.
 
     >>> ap = q.evaluate('int8.onnx', 'data.yaml', workers=0).ap
     """
@@ -138,12 +197,21 @@ def evaluate(model: Network | str | Path, data: str | Path, imgsz: Any = None, *
     from utils.qat.data.loaders import Loaders
     from utils.qat.evaluation.evaluate import evaluate as scored
 
-    exported = Path(model) if isinstance(model, (str, Path)) else None
-    predict: Any = predicting(model) if not isinstance(model, (str, Path)) else open_file(Path(model))
-    config = EvalConfig(exported or Path('MODEL'), Path(data), imgsz=imgsz, **settings).for_model(predict)
-    images = predict.task.load_data(config.data, predict, names_from=config.names_from)
-    loader = Loaders(images, config, predict.stride).scored(config.square or bool(exported))
+    path = Path(model) if isinstance(model, (str, Path)) else None
+    exported = path is not None and path.suffix.lower() not in CHECKPOINTS
+    allowed = *SCORES, *['device'] * (path is not None), *['backend'] * exported
+    config = EvalConfig(path or Path('MODEL'), Path(data), imgsz=imgsz, **_only(settings, *allowed))
     with exact_convolutions():
+        if isinstance(model, (str, Path)) and not exported:
+            model = load(model, str(select_device(config.device)))
+        predict: Any
+        if isinstance(model, (str, Path)):
+            predict = open_file(Path(model), select_device(config.device), config.backend)
+        else:
+            predict = predicting(model)
+        config = config.for_model(predict)
+        images = predict.task.load_data(config.data, predict, names_from=config.names_from)
+        loader = Loaders(images, config, predict.stride).scored(config.square or exported)
         return scored(predict, loader, images.names, predict.device, config.conf_thres, config.iou_thres)
 
 

@@ -235,7 +235,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                 LOGGER.log(RESULT, f'\n{name}')
                 own = folder and folder / name.strip('./').replace('/', '_')
             unread += infer(open_model(model, config.backend, device), files, config, own)
-    finish(*([] if folder else [command('scripts/infer_onnx.py', *config.models, config.images, '--save')]))
+    finish(*([] if folder else [command('scripts/infer_onnx.py', *(sys.argv[1:] if argv is None else argv), '--save')]))
     return 1 if unread else 0
 
 

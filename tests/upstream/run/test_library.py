@@ -164,3 +164,39 @@ def test_mistakes(small, tmp_path, wrong, words):
     with pytest.raises(q.QatError, match=words):
         wrong(q.load(small.single), tmp_path)
     assert not list(tmp_path.iterdir())
+
+
+def test_mistakes_are_qat_errors(small, tmp_path):
+    """What is passed is used, or refused."""
+    model, batches = q.load(small.single), [image(batch=2)]
+    quantized = q.load(small.single)
+    q.prepare(quantized, 'tensorrt')
+    q.calibrate(quantized, lambda model: [model(images) for images in batches], calib_method='max')
+    for mistake in (
+        lambda: q.calibrate(quantized, print, target='openvino'),
+        lambda: q.calibrate(quantized, print, calib_methd='mse'),
+        lambda: q.export(model, tmp_path / 'm.onnx', verify='data.yaml'),
+        lambda: q.export(model, tmp_path / 'nowhere' / 'm.onnx', imgsz=64),
+        lambda: q.evaluate(model, small.data, backend='openvino'),
+        lambda: q.evaluate('ex.py', small.data),
+        lambda: q.evaluate(small.single, small.data, backend='openvino'),
+        lambda: q.adapt(quantized, 'relu', 'tensorrt', batches),
+        lambda: q.adapt(model, 'relu', 'tensorrt', (images for images in batches)),
+        lambda: q.prepare(quantized, 'tensorrt'),
+        lambda: q.finetune(model, model, batches),
+        lambda: q.finetune(quantized, quantized, batches),
+    ):
+        with pytest.raises(q.QatError):
+            mistake()
+    assert q.adapt(model, 'keep', 'openvino') is model is q.adapt(model, 'auto', 'tensorrt')
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_checkpoint_and_a_backend_are_scored(small, exports):
+    options = {'imgsz': SIZE, 'workers': 0, 'device': 'cpu'}
+    found = q.evaluate(small.single, small.data, **options, square=True)
+    assert found.ap == q.evaluate(q.load(small.single), small.data, imgsz=SIZE, workers=0, square=True).ap
+    one, other = (
+        q.evaluate(exports / 'int8.onnx', small.data, workers=0, backend=name) for name in ('onnxruntime', 'openvino')
+    )
+    assert one.ap == pytest.approx(other.ap, abs=0.05) and one.to_json() != other.to_json()

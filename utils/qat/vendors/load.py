@@ -43,6 +43,9 @@ def open_session(path: Path, device: torch.device, backend: str | None = None) -
     Raises QatError if the file is invalid or cannot run here; or if the backend does not take such files, or must be named.
     """
     able = backends_of(path)
+    if not able:
+        suffixes = {suffix for line in BACKENDS.values() for suffix in line.predicts}
+        raise QatError(f'{path}: no exported file, whose name ends with {", ".join(sorted(suffixes))}')
     if backend is not None and backend not in able:
         raise QatError(
             f'--backend {backend}: {BACKENDS[backend].title} does not run {path.suffix} files; for {path} give '

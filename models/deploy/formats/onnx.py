@@ -159,9 +159,9 @@ def export_onnx(
 
     model: fused; float or quantized. imgsz: multiples of the stride. dynamic: leave the batch axis open. simplify: run onnxslim.
     half: FP16 outside Q/DQ. int8_weights: store weights with Q/DQ as integers. kept_float: blocks that are float by choice, for
-    the metadata. widths: the multiple to which widths are padded, and the most outputs of a convolution of the images; 1 changes none. layout: gives the checked graph the inputs and
-    outputs of a DeepStream parser. dense: write INT8 convolutions with groups as dense ones if the target, or TensorRT for
-    `half` and `layout`, takes no groups. progress: wraps the steps.
+    the metadata. widths: the multiple to which widths are padded, and the most outputs of a convolution of images; 1 changes
+    nothing. layout: gives the checked graph the inputs and outputs of a DeepStream parser. dense: write INT8 convolutions with
+    groups as dense ones if the target, or TensorRT for `half` and `layout`, takes no groups. progress: wraps the steps.
 
     Raises:
         QatError: ONNX's checker rejects the graph, or ONNX Runtime does not agree with PyTorch. No file is left.

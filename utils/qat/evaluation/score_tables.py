@@ -11,7 +11,7 @@ from utils.qat.evaluation.metrics import DetectionMetrics, Metrics
 
 MOST = 80  # classes in a picture
 PALE = 0.55  # opacity of the lighter part of a bar
-FEW = 5  # labels of a class; from fewer resamples tell no interval
+FEW = 5  # labels of a class: with fewer, resamples tell no interval
 
 
 class Columns:

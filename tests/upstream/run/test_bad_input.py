@@ -119,7 +119,8 @@ export_qat.py --weights {quantized} --imgsz 64
     --include litert --half            | --half: not with --include litert
     --include litert --dynamic         | --dynamic: not with --include litert
     --include openvino_end2end --nms plugin                     | OpenVINO takes --nms standard
-    --backend openvino                 | --backend openvino: only with --verify
+    --backend openvino                 | --backend: only with --verify
+    --verify-images 3 --max-ap-diff 1  | --verify-images, --max-ap-diff: only with --verify
     --nms plugin --topk-all 10         | --topk-all, --nms: only with --include onnx_end2end
     --pooler-scale 0.5                 | only with --include onnx_end2end
     --nms fast --include onnx_end2end  | --nms fast; plugin, standard

@@ -207,10 +207,8 @@ class ExportConfig(OnnxConfig):
             read = any(FORMATS[name].options == options for name in self.include if name in FORMATS)
             yield idle and not read, f'{idle}: only with --include {formats_with(options)}'
         yield from super().problems()
-        yield (
-            self.backend != ExportConfig.backend and not self.verify,
-            f'--backend {self.backend}: only with --verify',
-        )
+        idle = self.given(('backend', 'verify_images', 'max_ap_diff'))
+        yield idle and not self.verify, f'{idle}: only with --verify'
 
     def given(self, names: Iterable[str]) -> str:
         """List the flags of those settings `names` that differ from their defaults."""

@@ -36,7 +36,7 @@ from utils.qat.core.machine import instruction_flags
 from utils.qat.graph import passes
 from utils.qat.graph.audit import audit
 from utils.qat.graph.decoding import decode_apart
-from utils.qat.graph.onnx_graph import count_qdq
+from utils.qat.graph.onnx_graph import count_qdq, is_half
 from utils.qat.vendors.load import open_file
 from utils.qat.vendors.openvino.graph import fake_quantize
 from utils.qat.vendors.openvino.layers import INTEGERS
@@ -67,7 +67,8 @@ def assert_integers(file, batch=1):
     repeated = [layer for layer in found.reencoded if layer.kind != 'Reorder']
     assert not repeated, 'Q/DQ that repeat a scale are layers again'
     assert len(found.reencoded) <= 4, [layer.name for layer in found.reencoded]
-    assert not [layer.name for layer in found.layers if layer.kind == 'Pooling' and 'AveragePool' in layer.name]
+    pools = [layer.name for layer in found.layers if layer.kind == 'Pooling' and 'AveragePool' in layer.name]
+    assert not pools or is_half(onnx.load(file)), pools
     return session
 
 
@@ -108,7 +109,7 @@ def test_each_kind_of_export(small, task, kind, tmp_path):
     joined = onnx.load(file)
     apart = decode_apart(copy(joined))
     assert apart != joined and decode_apart(copy(apart)) == apart
-    assert_same_outputs(joined, apart, {'images': image(SIDE).numpy()})
+    assert_same_outputs(joined, apart, {joined.graph.input[0].name: image(SIDE).numpy()})
     if kind == 'dynamic':
         session = assert_integers(file, batch=3)
         assert session.run({'images': made_images(2, (SIDE, SIDE))})['output0'].shape[0] == 2

@@ -223,7 +223,7 @@ def test_a_disturbed_model_exceeds_the_limits(setup, disturb, exceeds, may):
 
 
 def test_an_ap_limit_of_the_users_replaces_the_default(small):
-    theirs, default = ExportConfig(small.quantized, max_ap_diff=0), ExportConfig(small.quantized)
+    theirs, default = ExportConfig(small.quantized, max_ap_diff=0, verify=small.data), ExportConfig(small.quantized)
     assert theirs.limits(True).ap == theirs.limits(False).ap == 0 and theirs.limits(True).matched == INT8_LIMITS.matched
     assert default.limits(True) == INT8_LIMITS != default.limits(False) == FLOAT_LIMITS
 

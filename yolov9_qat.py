@@ -32,18 +32,7 @@ if TYPE_CHECKING:
 RANGES = 'calib_method', 'percentile', 'bias_correction', 'seed'  # settings of `calibrate`
 SCORES = 'batch_size', 'workers', 'names_from', 'square', 'conf_thres', 'iou_thres'  # of `evaluate`
 # of `export`: those of its command that tell how a file is written
-NOT_OF_FILE = {
-    'weights',
-    'include',
-    'project',
-    'imgsz',
-    'device',
-    'verify',
-    'names_from',
-    'verify_images',
-    'backend',
-    'max_ap_diff',
-}
+NOT_OF_FILE = 'weights include project imgsz device verify names_from verify_images backend max_ap_diff'.split()
 WRITING = tuple(f.name for f in fields(ExportConfig) if f.name not in NOT_OF_FILE)
 
 
@@ -52,13 +41,6 @@ def _only(settings: dict[str, Any], *allowed: str) -> dict[str, Any]:
     for name in settings.keys() - {*allowed}:
         raise QatError(f'{name}: no setting of this function, which takes {", ".join(allowed)}')
     return settings
-
-
-def _require_float(model: Network) -> None:
-    from models.quantize.blocks import is_quantized
-
-    if is_quantized(model):
-        raise QatError('the model is quantized already; give the float model, as q.load returns it')
 
 
 def _require_batches(images: Batches) -> None:
@@ -87,9 +69,11 @@ def adapt(model: Network, activation: str, target: str, images: Batches = (), ep
     """
     from models.quantize import activations
     from models.quantize import adapt as learning
+    from models.quantize.blocks import is_quantized
 
-    _require_float(model)
     _require_batches(images)
+    if is_quantized(model):
+        raise QatError('the model is quantized already; take the float model')
     activation = activations.activation_for(model, PtqConfig(activation=activation, target=target))
     if activation == 'keep':
         return model
@@ -112,7 +96,6 @@ def prepare(
     from models.quantize.calibration import ptq
     from models.quantize.kept import left_out
 
-    _require_float(model)
     exclude, only = ([given] if isinstance(given, str) else given for given in (exclude, only))
     config = PtqConfig(target=target, activation='keep', scale_policy=scale_policy)
     with quiet_upstream():
@@ -188,8 +171,8 @@ def export(model: Network, path: str | Path, imgsz: Any = None, **settings: Any)
 def evaluate(model: Network | str | Path, data: str | Path, imgsz: Any = None, **settings: Any) -> Metrics:
     """Score a model, a checkpoint or an exported file on the val images of a data YAML.
 
-    settings: batch_size, workers, names_from, square, conf_thres, iou_thres as in `qat.py eval`; for a path device too, and for an exported
-    file backend.
+    settings, as in `qat.py eval`: batch_size, workers, names_from, square, conf_thres and iou_thres. A path takes device too, and that of an
+    exported file also backend.
 
     >>> ap = q.evaluate('int8.onnx', 'data.yaml', workers=0).ap
     """
@@ -202,11 +185,12 @@ def evaluate(model: Network | str | Path, data: str | Path, imgsz: Any = None, *
     allowed = *SCORES, *['device'] * (path is not None), *['backend'] * exported
     config = EvalConfig(path or Path('MODEL'), Path(data), imgsz=imgsz, **_only(settings, *allowed))
     with exact_convolutions():
-        if isinstance(model, (str, Path)) and not exported:
-            model = load(model, str(select_device(config.device)))
         predict: Any
         if isinstance(model, (str, Path)):
-            predict = open_file(Path(model), select_device(config.device), config.backend)
+            device = select_device(config.device)
+            predict = (
+                open_file(Path(model), device, config.backend) if exported else predicting(load(model, str(device)))
+            )
         else:
             predict = predicting(model)
         config = config.for_model(predict)

@@ -1,6 +1,6 @@
 """The steps of ship: command lines as a user could type them, the file that each leaves, and the time that it will take."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
@@ -79,12 +79,10 @@ class Plan:
         """Return options, and those that tell how images are read."""
         return [*flags(**given), *self.typed('imgsz', 'names_from', 'device', 'batch_size', 'workers')]
 
-    def step(
-        self, name: str, title: str, result: str, seconds: float, file: str, *words: object, beside: Sequence[Path] = ()
-    ) -> Step:
+    def step(self, name: str, title: str, result: str, seconds: float, file: str, *words: object) -> Step:
         """Make a step that works in the folder `name`: a command, with its words. seconds: without those of its start."""
         line = command(file, *words, *flags(project=self.folder, name=name, exist_ok=True))
-        return Step(name, title, self.folder / name / result, LOADING + seconds, line, tuple(beside))
+        return Step(name, title, self.folder / name / result, LOADING + seconds, line)
 
     def verb(self, verb: str, taught: Path | None = None) -> list[object]:
         """Return the first words of a verb of qat.py on the float model, or on the one that was `taught`."""
@@ -118,9 +116,8 @@ class Plan:
         # TensorRT 11 computes in the types of the file
         words += flags(trt=self.trt or False, half=is_float and self.trt == 11, project=is_float and made.parent)
         file = made.with_name(f'{checkpoint.stem}{FORMATS[target.include].suffix}')
-        weights = [file.with_suffix('.bin')] * (file.suffix == '.xml')
-        line = command('export_qat.py', *words)
-        yield Step(f'{name}-export', f'export, {kind}', file, LOADING + EXPORTED, line, tuple(weights))
+        line, weights = command('export_qat.py', *words), (file.with_suffix('.bin'),) * (file.suffix == '.xml')
+        yield Step(f'{name}-export', f'export, {kind}', file, LOADING + EXPORTED, line, weights)
         if target.engine:
             line = command('scripts/build_engine.py', file, *flags(batch=batch, no_trtexec=True))  # by what runs it
             yield Step(f'{name}-engine', f'engine, {kind}', made, LOADING + BUILT, line)
@@ -142,8 +139,8 @@ class Plan:
         own += [*flags(no_eval_origin=idle, no_eval_ptq=idle), *self.typed('calib_images')]
         title = 'calibration' + ' and fine-tuning' * bool(epochs)
         checkpoint, file = self.folder / run / DELIVERED, self.int8_file(run)
-        words = [*self.verb('quantize', taught), *own]
-        yield self.step(run, title, 'report.json', seconds, 'qat.py', *words, beside=[checkpoint])
+        step = self.step(run, title, 'report.json', seconds, 'qat.py', *self.verb('quantize', taught), *own)
+        yield step._replace(beside=(checkpoint,))
         yield from self.files(run, checkpoint, file)
         words = [config.weights, checkpoint, file, *self.images(data=config.data, images=0, show=SHOWN)]
         name, title = f'{run}-outputs', 'AP and outputs of the files'

@@ -37,9 +37,10 @@ def work(plan: Plan, runner: Runner) -> None:
     runner.run(rest)
     results, chip = Results(plan, ALL), plan.target.integers
     tried = [NO_CHIP.format(plan.shown.title)] * chip
-    if [*results.reasons] == ['accuracy'] and not chip and not results.outcome.beyond:
+    loses = [*results.reasons] == ['accuracy'] and not chip
+    if loses and not results.outcome.beyond:
         tried = ['No block returns to float for it: the loss lies within its confidence interval.']
-    elif [*results.reasons] == ['accuracy'] and not chip:
+    elif loses:
         tried = [f'With all blocks in INT8 it is {results.outcome.gain}, and changes {results.outcome.cost}.']
         LOGGER.info(f'{results.reasons["accuracy"]}: blocks return to float')
         sensitive, taught = plan.sensitive(results.taught), results.taught

@@ -45,8 +45,10 @@ def read_stamps(folder: Path, digest: str) -> dict[str, float] | None:
     return None
 
 
-def _is_json(file: Path) -> bool:
-    """Tell whether a file is there and is JSON."""
+def _is_whole(file: Path) -> bool:
+    """Tell whether a file is there, and if it is named so, is JSON."""
+    if file.suffix != '.json':
+        return file.exists()
     with suppress(OSError, ValueError):
         read_json(file)
         return True
@@ -75,8 +77,7 @@ class Runner:
 
     def has(self, step: Step) -> bool:
         """Tell whether a step has ended well before, and all that it left is there."""
-        whole = step.result.suffix != '.json' or _is_json(step.result)
-        return bool(self.taken.get(step.command)) and whole and all(f.exists() for f in (step.result, *step.beside))
+        return bool(self.taken.get(step.command)) and all(map(_is_whole, (step.result, *step.beside)))
 
     def expect(self, steps: Sequence[Step]) -> str:
         """Say how long those of the steps will take that are left: what was expected, by how right that was so far."""

@@ -375,7 +375,7 @@ def test_convolutions_read_the_addends_of_sums(tmp_path, sums, kind):
 
 @pytest.mark.parametrize('kind', FILES)
 def test_the_first_convolution_is_computed_in_parts(tmp_path, kind):
-    """Of at most 32 outputs, in padded files alone."""
+    """A padded file has several convolutions of at most 32 outputs in place of it; other files have it whole."""
     file, graphs, feeds = tmp_path / 'model.onnx', [], {'images': image().numpy()}
     model = quantized('wide images')
     for widths in (1, MULTIPLE):

@@ -32,8 +32,8 @@ def boxes_by_matrix(model: ModelProto) -> ModelProto:
 def decode_apart(model: ModelProto) -> ModelProto:
     """Let boxes and classes stay apart, in place, where upstream joins them for each stride and splits them again; no value changes.
 
-    Such a head has Concat [B, C, H, W] → Reshape [B, C, H * W], for each stride → Concat → Split. OpenVINO copies each of them: yolov9-t takes
-    0.92 of the time without (docs/cpu.md). Constants must be initializers or nodes of their own.
+    Such a head has Concat [B, C, H, W] → Reshape [B, C, H * W], for each stride → Concat → Split. OpenVINO copies each of them: with AMX
+    yolov9-t takes 0.92 of the time without. Constants must be initializers or nodes of their own.
     """
     made, nodes = producers(model), list[NodeProto]()
     for node in model.graph.node:

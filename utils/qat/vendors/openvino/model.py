@@ -124,8 +124,7 @@ def write_ir(model: onnx.ModelProto, file: Path) -> None:
         openvino.serialize(_from_onnx(model, file), str(file), str(weights))
     except RuntimeError as e:
         if 'iostream' in str(e):
-            weights.write_bytes(
-                bytes(model.ByteSize())
-            )  # fails likewise, with the reason, unless only the .xml had no room
+            # fails likewise, with the reason, unless only the .xml had no room
+            weights.write_bytes(bytes(model.ByteSize()))
             raise QatError(f'{file}: OpenVINO could not write it; is the disk full?') from e
         raise

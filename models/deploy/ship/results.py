@@ -4,6 +4,8 @@ import shlex
 from pathlib import Path
 from typing import Any
 
+import yaml
+
 from models.deploy.ship.plan import Plan
 from models.deploy.ship.steps import Runner
 from models.deploy.ship.verdict import Outcome, against_int8, sentence, would_change
@@ -86,18 +88,25 @@ class Results:
         return [*filter(None, (f'{scored}; {times}. {EXPLAINED}.', alike * bool(matched), notes))]
 
 
-def ways(plan: Plan, file: Path, checkpoint: Path) -> list[str]:
-    """List the commands that run the file."""
-    own = plan.typed('names_from')
-    lines = ['# its AP again', command('val_trt.py', '--weights', file, '--data', plan.config.data, *own)]
-    if plan.task.boxes:
-        height, width = plan.config.imgsz
-        facts = {'file': file, 'name': file.name, 'checkpoint': checkpoint, 'height': height, 'width': width}
+def ways(plan: Plan, file: Path, checkpoint: Path) -> dict[str, str]:
+    """Tell how to run the file: program → command, or lines of its configuration."""
+    task, (height, width) = plan.task, plan.config.imgsz
+    told = {
+        'Its AP again': command('val_trt.py', '--weights', file, '--data', plan.config.data, *plan.typed('names_from'))
+    }
+    if task.boxes:
+        facts = {'file': file, 'checkpoint': checkpoint, 'height': height, 'width': width}
         quoted = {key: shlex.quote(str(fact)) for key, fact in facts.items()}
-        lines += ['# its detections in Python; docs/client.md has a client of thirty lines']
-        lines += [command('scripts/infer_onnx.py', file, 'IMAGES', '--save')]
-        lines += [line.format(**quoted) for line in plan.target.clients]
-    return lines
+        told['Its detections in Python; docs/client.md has a client of thirty lines'] = command(
+            'scripts/infer_onnx.py', file, 'IMAGES', '--save'
+        )
+        told |= {program: line.format(**quoted) for program, line in plan.target.clients.items()}
+    if task.boxes and not task.masks and plan.target.frigate:
+        model = {'model_type': 'yolo-generic', 'input_tensor': 'nchw', 'input_dtype': 'float', 'width': width}
+        model |= {'height': height, 'path': f'/config/model_cache/{file.name}'}
+        lines = yaml.safe_dump({'detectors': {'own': {'type': plan.target.frigate}}, 'model': model}, sort_keys=False)
+        told['Frigate, docs/other-programs.md; copy the file there, a .xml with its .bin'] = lines
+    return told
 
 
 def conclude(results: Results, runner: Runner, tried: list[str]) -> None:
@@ -152,7 +161,11 @@ def conclude(results: Results, runner: Runner, tried: list[str]) -> None:
         *[f'## The {len(examples)} images that differ most'] * bool(examples),
         *[image('float, INT8 in PyTorch and INT8 in the engine', each.relative_to(folder)) for each in examples],
         '## How to run it',
-        code(*ways(plan, file, checkpoint)),
+        *[
+            part
+            for title, text in ways(plan, file, checkpoint).items()
+            for part in (f'{title}:', code(*text.splitlines()))
+        ],
         *fold('What was decided, and why', *results.decisions()),
         *fold('The commands that this run equals', code(*commands)),
     ]

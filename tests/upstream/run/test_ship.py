@@ -210,7 +210,11 @@ def test_each_step_is_a_command_that_its_program_takes(engine, trt, tmp_path):
     assert f'--weights {tmp_path / "relu.pt"} ' in taught.command and '--activation keep' in taught.command
     assert taught.seconds == next(plan.quantized('b')).seconds, 'it learns them once'
     left, results = {config.weights}, [folder / f'{run}/weights/best.pt' for run in ('all', 'b')]
-    told = [line for line in ways(plan, plan.int8_file('all'), results[0]) if line.startswith('python ')]
+    how = ways(plan, plan.int8_file('all'), results[0])
+    masks = ways(replace(plan, task=load_task('segment')), plan.int8_file('all'), results[0])
+    of_frigate = [yaml.safe_load(how[name]) for name in how.keys() - masks.keys()]
+    assert [each['model']['height'] for each in of_frigate] == [64] * (engine in ('openvino', 'onnxruntime'))
+    told = [line for line in how.values() if line.startswith('python ')]
     assert len(told) == 2 + (engine == 'tensorrt') and not any('{' in line for line in told)
     for line in told:
         file, *words = shlex.split(line)[1:]

@@ -13,10 +13,6 @@ from typing import Literal
 from utils.qat.core.errors import QatError
 
 SIMULATED = 'INT8 simulated'  # types of a computation in float that rounds to INT8: its time says nothing about INT8
-FRIGATE = (  # a line of Target.clients
-    'model: {{model_type: yolo-generic, input_tensor: nchw, input_dtype: float, width: {width}, height: {height}, '
-    'path: /config/model_cache/{name}}}'
-)
 NMS = tuple('topk_all iou_thres conf_thres class_agnostic nms mask_resolution pooler_scale sampling_ratio'.split())
 
 
@@ -51,7 +47,9 @@ class Target:
     in_openvino_classes: str = ''  # likewise for a classifier's file
     simulated_in: tuple[str, ...] = ()  # backends that compute INT8 convolutions of its files in float
     engine: str = ''  # suffix of the engine that is built of its file where it runs; '' if it runs the file itself
-    clients: tuple[str, ...] = ()  # lines that run a detector's {file}, of {height} and {width}, in other programs
+    # another program, or its page → the command that runs a detector's {file}, made of {checkpoint}, of {height} and {width}, in it
+    clients: Mapping[str, str] = field(default_factory=dict)
+    frigate: str = ''  # the type of its detectors in Frigate's configuration
     # whether it takes INT8 convolutions with groups. If not, a file has dense ones in their place, see blocks.without_groups
     groups: bool = True
     # channels from which on the convolution behind a Concat reads the addends of a sum in place of it, see vendors/tensorrt/sums.py

@@ -21,7 +21,7 @@ TARGET = replace(
     int8_outputs=frozenset({'box', 'class'}),
     integers=True,
     gains_by=('relu', 'relu6'),
-    clients=('# the compilers of the chips, and Frigate: docs/edge.md', *litert.TARGET.clients),
+    clients={'The compilers of the chips, and Frigate: docs/edge.md': '', **litert.TARGET.clients},
 )
 VENDOR = Vendor(
     TARGET,

@@ -18,7 +18,8 @@ TARGET = replace(
     placement='as onnxruntime, a scale for each addend of an Add',
     include='litert',
     add_policies={'both': 'each', 'residual': 'each'},
-    clients=('# phones and boards: docs/litert.md',),
+    clients={'Phones and boards: docs/litert.md': ''},
+    frigate='',
     only_here='TensorRT reads no zero points, and in OpenVINO the file is slower',
 )
 VENDOR = Vendor(

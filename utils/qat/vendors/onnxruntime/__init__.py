@@ -4,7 +4,7 @@ Activations are unsigned, because its kernels for x86 take no signed ones. They 
 actual values: SiLU's results start at -0.28, and a range symmetric around 0 would waste nearly half of the 256 integers.
 """
 
-from utils.qat.vendors.vendor import FRIGATE, Backend, Target, Vendor
+from utils.qat.vendors.vendor import Backend, Target, Vendor
 
 FILES = ('.onnx',)
 TARGET = Target(
@@ -15,11 +15,7 @@ TARGET = Target(
     activations=True,
     zero_points='any',
     add_policies={'residual': 'each'},  # its Add is a kernel by itself, and reads two scales
-    clients=(
-        '# Frigate, for a model without masks: copy the file there; docs/other-programs.md',
-        'detectors: {{own: {{type: onnx}}}}',
-        FRIGATE,
-    ),
+    frigate='onnx',
     only_here='TensorRT reads no unsigned INT8, and in OpenVINO the file is slower',
     in_openvino='the Q/DQ around SiLU cost OpenVINO a quarter more time',
     in_openvino_classes='OpenVINO needs no Q/DQ around activation functions, and no zero points but those behind a ReLU',

@@ -9,7 +9,7 @@ convolution; otherwise it is a kernel of its own (docs/classification.md).
 Q/DQ that repeat a scale are dropped when a file is read or written for OpenVINO (model.py).
 """
 
-from utils.qat.vendors.vendor import FRIGATE, NMS, Backend, FileKind, Target, Vendor
+from utils.qat.vendors.vendor import NMS, Backend, FileKind, Target, Vendor
 
 FILES = '.onnx', '.xml'
 
@@ -26,13 +26,8 @@ VENDOR = Vendor(
         activation='polynomial',
         gains_by=('polynomial', 'relu'),
         simulated_in=('onnxruntime',),
-        clients=(
-            '# C++: docs/cpp.md',
-            'build/yolov9_openvino --model {file} --input IMAGES',
-            '# Frigate, for a model without masks: copy the .xml and its .bin there; docs/other-programs.md',
-            'detectors: {{own: {{type: openvino}}}}',
-            FRIGATE,
-        ),
+        clients={'C++, docs/cpp.md': 'build/yolov9_openvino --model {file} --input IMAGES'},
+        frigate='openvino',
         only_here='TensorRT reads no unsigned INT8, which stands behind ReLU',
     ),
     {'openvino': Backend('OpenVINO', f'{__name__}.session', FILES, FILES)},

@@ -13,12 +13,10 @@ VENDOR = Vendor(
         'tensorrt',
         'TensorRT',
         engine='.engine',
-        clients=(
-            '# C++: docs/cpp.md',
-            'build/yolov9_tensorrt --model {file} --input IMAGES',
-            '# DeepStream; for Triton and NMS inside: docs/deploy.md',
-            'python export_yoloV9.py -w {checkpoint} -s {height} {width} --dynamic',
-        ),
+        clients={
+            'C++, docs/cpp.md': 'build/yolov9_tensorrt --model {file} --input IMAGES',
+            'The file for DeepStream; for Triton and NMS inside: docs/deploy.md': 'python export_yoloV9.py -w {checkpoint} -s {height} {width} --dynamic',
+        },
         int8_outputs=frozenset({'box', 'class'}),
         groups=False,
         split_sums=64,

@@ -57,6 +57,8 @@ qat.py quantize --weights {single} --hyp {hyp} --data {data} --imgsz 64 --worker
     --val-split 1                      | --val-split 1.0; [0, 1)
     --val-split 0.01                   | --val-split 0.01; 12 images, of which 0
     --val-split 0.1 --epochs 0         | --val-split 0.1; --epochs 0
+    --iters 5 --lr 0.001 --epochs 0    | --iters, --lr: with --epochs 0 nothing is learnt
+    --percentile 99                    | --percentile 99: only with --calib-method percentile
     --device 7                         | --device 7; --device cpu
     --device gpu                       | --device gpu; 'cpu'
     --device mps                       | --device mps: not available here; use --device cpu
@@ -134,6 +136,8 @@ export_qat.py --weights {quantized} --imgsz 64
     --include onnx_end2end --nms plugin --verify {data} | --verify; EfficientNMS_TRT; --include onnx onnx_end2end; --nms standard
     --include onnx_end2end --mask-resolution 28 --sampling-ratio 1 | --mask-resolution, --sampling-ratio: only for a segmentation model
     --workspace 3                      | --workspace: only with --include torch_tensorrt
+    --include pt2 --trt 8 --simplify   | --trt, --simplify: only with --include onnx or onnx_end2end or openvino or openvino_end2end
+    --include litert --opset 16        | --opset: only with --include onnx
     --weights {segmenter} --include onnx_end2end --nms plugin   | --nms plugin: EfficientNMS_TRT does not tell
     --weights {segmenter} --include onnx_end2end --nms plugin --trt 11 | --nms plugin:; a segmentation model takes --nms standard
     --weights {segmenter} --include onnx_end2end --opset 15     | --opset 15: masks take RoiAlign of opset 16

@@ -7,8 +7,8 @@ from pathlib import Path
 
 from utils.qat.config.common import OR_ALL, SHARE, image_sides, names_from
 from utils.qat.config.deploy import MEMORY, WORKSPACE
-from utils.qat.config.settings import Range, Settings, Sides, flag_of, option, run
-from utils.qat.config.tables import FORMATS, NMS, formats_with
+from utils.qat.config.settings import Range, Settings, Sides, option, run
+from utils.qat.config.tables import FORMATS, formats_with
 from utils.qat.core.errors import refuse
 from utils.qat.core.files import in_tree
 
@@ -105,12 +105,10 @@ class OnnxConfig(Settings):
 
 
 verifying = partial(option, group='comparison with PyTorch')
-inside = partial(option, group=f'NMS inside the file (--include {formats_with(NMS)})')
+inside = partial(option, group=f'NMS inside the file (--include {formats_with("nms")})')
 masks_inside = partial(option, group='masks inside the file (likewise, segmentation models)')
-by_torch_tensorrt = partial(
-    option, group=f'Torch-TensorRT (--include {formats_with(FORMATS["torch_tensorrt"].options)})'
-)
-for_edge = partial(option, group=f'edge chips (--include {formats_with(FORMATS["edge"].options)})')
+by_torch_tensorrt = partial(option, group=f'Torch-TensorRT (--include {formats_with("formats")})')
+for_edge = partial(option, group=f'edge chips (--include {formats_with("layout")})')
 
 
 @dataclass(frozen=True)
@@ -202,17 +200,21 @@ class ExportConfig(OnnxConfig):
 
     def problems(self) -> Iterable[tuple[object, str]]:
         """Check the options that need or exclude each other; see Settings.problems. Each format checks its own options."""
-        for options in {kind.options: None for kind in FORMATS.values() if kind.options}:
-            idle = self.given(options)
-            read = any(FORMATS[name].options == options for name in self.include if name in FORMATS)
-            yield idle and not read, f'{idle}: only with --include {formats_with(options)}'
+        read = {name for kind in self.include if kind in FORMATS for name in FORMATS[kind].options}
+        unread: dict[str, list[str]] = {}  # formats that read them → names
+        for name in dict.fromkeys(name for kind in FORMATS.values() for name in kind.options if name not in read):
+            unread.setdefault(formats_with(name), []).append(name)
+        for formats, names in unread.items():
+            idle = self.given(names)
+            yield idle, f'{idle}: only with --include {formats}'
         yield from super().problems()
         idle = self.given(('backend', 'verify_images', 'max_ap_diff'))
         yield idle and not self.verify, f'{idle}: only with --verify'
 
     def given(self, names: Iterable[str]) -> str:
-        """List the flags of those settings `names` that differ from their defaults."""
-        return ', '.join(flag_of(name) for name in names if getattr(self, name) != getattr(ExportConfig, name))
+        """List them without an opset that is the default of --trt; see Settings.given."""
+        decided = ('opset',) if self.trt in OPSETS and self.opset == OPSETS[self.trt][2] else ()
+        return super().given(name for name in names if name not in decided)
 
     def nms_inside(self, masks: bool) -> tuple[Nms, Pooling]:
         """Choose the NMS and mask settings of a model's files. masks: whether the model returns masks.

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from utils.qat.config.common import OR_ALL, SEED, SHARE, FolderConfig, LoaderConfig, image_sides, names_from, scores
-from utils.qat.config.settings import Range, Settings, Sides, flag_of, image_size, option, run
+from utils.qat.config.settings import Range, Settings, Sides, image_size, option, run
 from utils.qat.config.tables import CHECKPOINTS, DEFAULT_TARGET, EXPORTED, PREDICTING, TARGETS
 from utils.qat.config.tasks import TASKS, load_task
 from utils.qat.core.errors import QatError
@@ -71,6 +71,10 @@ class ModelConfig(FolderConfig, LoaderConfig):
         missing = {name: value for name, value in values.items() if getattr(self, name) in (None, AUTO)}
         return replace(self, **missing, decided=(*self.decided, *missing))
 
+    def given(self, names: Iterable[str]) -> str:
+        """List the flags of what was typed; see Settings.given."""
+        return super().given(name for name in names if name not in self.decided)
+
     def require_files(self) -> None:
         """Raise QatError unless the named files exist. A command calls this before it loads anything."""
         require_file(self.weights, '--weights', self.SUFFIXES)
@@ -82,7 +86,7 @@ class ModelConfig(FolderConfig, LoaderConfig):
         Raises QatError unless the model fits the settings.
         """
         own = {name for task in TASKS for name in load_task(task).settings} - model.task.settings
-        given = [flag_of(name) for name in sorted(own) if getattr(self, name) != getattr(type(self), name)]
+        given = self.given(sorted(own))
         wanted = self.only_task and load_task(self.only_task)
         if wanted and wanted is not model.task:
             raise QatError(
@@ -90,7 +94,7 @@ class ModelConfig(FolderConfig, LoaderConfig):
             )
         if given:
             raise QatError(
-                f'{", ".join(given)}: only for a segmentation model, and {self.weights} is none ({model.kind}); leave it out'
+                f'{given}: only for a segmentation model, and {self.weights} is none ({model.kind}); leave it out'
             )
         return self.decide(imgsz=image_size(self.imgsz, model, *others))
 
@@ -172,6 +176,13 @@ class PtqConfig(Settings):
         'auto: `quantize` takes the polynomial in YOLOv9 for OpenVINO, else keep',
         allowed=(AUTO, *ACTIVATIONS),
     )
+
+    def problems(self) -> Iterable[tuple[object, str]]:
+        """Check the percentile; see Settings.problems."""
+        yield (
+            self.given(['percentile']) and self.calib_method != 'percentile',
+            f'--percentile {self.percentile:g}: only with --calib-method percentile',
+        )
 
     @property
     def made_for(self) -> Target:
@@ -299,11 +310,17 @@ class QuantizeConfig(CalibrationConfig):
 
     def problems(self) -> Iterable[tuple[object, str]]:
         """Check the options that need or exclude each other; see Settings.problems."""
+        yield from super().problems()
         yield (
             self.activation_only and not self.exchanges,
             '--activation-only: needs --activation polynomial or relu; leave it out',
         )
-        choosing = ['--keep-float'] * bool(self.keep_float) + ['--max-drop'] * (self.max_drop is not None)
+        choosing = self.given(('keep_float', 'max_drop'))
+        learnt = self.given(('iters', 'lr', 'task_loss', 'amp', 'compile'))
+        yield (
+            learnt and not self.epochs and self.activation not in LEARNT,
+            f'{learnt}: with --epochs 0 nothing is learnt; leave one of the two out',
+        )
         yield (
             self.val_split and not self.epochs,
             f'--val-split {self.val_split}: with --epochs 0 there is no epoch to choose; leave one of the two out',
@@ -312,15 +329,15 @@ class QuantizeConfig(CalibrationConfig):
             self.hyp and self.imgsz and len(set(self.imgsz)) > 1,
             f'--hyp {self.hyp}: augmented images are squares; give one number for --imgsz, or leave --hyp out',
         )
-        yield len(choosing) == 2, '--keep-float, --max-drop: give one of the two'
-        left = [*choosing, *[f'--{name}' for name in ('exclude', 'only') if getattr(self, name)]]
+        yield ',' in choosing, f'{choosing}: give one of the two'
+        left = self.given(('keep_float', 'max_drop', 'exclude', 'only'))
         yield (
             left and self.target in TARGETS and self.made_for.integers,
-            f'{", ".join(left)}: leaves layers in float, and --target {self.target} computes integers alone; leave it out',
+            f'{left}: leaves layers in float, and --target {self.target} computes integers alone; leave it out',
         )
         yield (
             choosing and not self.sensitive,
-            f'{" and ".join(choosing)}: needs --sensitive SUMMARY, the summary-sensitive-analysis.json '
+            f'{choosing}: needs --sensitive SUMMARY, the summary-sensitive-analysis.json '
             'that `qat.py sensitive` writes',
         )
         yield (

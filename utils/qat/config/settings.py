@@ -155,6 +155,10 @@ class Settings:
         """Yield (whether it is wrong, message) for combinations of settings."""
         return ()
 
+    def given(self, names: Iterable[str]) -> str:
+        """List the flags of those settings `names` that are not their defaults."""
+        return ', '.join(flag_of(name) for name in names if getattr(self, name) != getattr(type(self), name))
+
     def plain(self) -> dict[str, object]:
         """Return the settings as JSON has them."""
         return {f.name: plain(getattr(self, f.name)) for f in fields(self)}

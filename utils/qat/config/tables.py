@@ -5,7 +5,7 @@ from importlib import import_module
 from pathlib import Path
 
 from utils.qat.core.errors import QatError
-from utils.qat.vendors.vendor import NMS, Backend, FileKind, Target, Vendor
+from utils.qat.vendors.vendor import GRAPH, NMS, Backend, FileKind, Target, Vendor
 
 NAMES = (  # the folders of utils/qat/vendors/. The first that takes a file runs it, unless --backend says otherwise
     'tensorrt',
@@ -20,8 +20,8 @@ TARGETS = {vendor.target.name: vendor.target for vendor in VENDORS.values() if v
 DEFAULT_TARGET = 'tensorrt'  # also of checkpoints and files that name no target
 BACKENDS: dict[str, Backend] = {k: v for vendor in VENDORS.values() for k, v in vendor.backends.items()}  # --backend
 FORMATS: dict[str, FileKind] = {  # --include. The first two are of ONNX, which several vendors read
-    'onnx': FileKind('.onnx', 'models.deploy.formats.onnx'),
-    'onnx_end2end': FileKind('-end2end.onnx', 'models.deploy.formats.onnx_end2end', NMS),
+    'onnx': FileKind('.onnx', 'models.deploy.formats.onnx', GRAPH),
+    'onnx_end2end': FileKind('-end2end.onnx', 'models.deploy.formats.onnx_end2end', GRAPH + NMS),
     **{name: kind for vendor in VENDORS.values() for name, kind in vendor.formats.items()},
 }
 
@@ -34,9 +34,9 @@ def format_of(path: Path) -> str:
     return formats[path.suffix]
 
 
-def formats_with(options: tuple[str, ...]) -> str:
-    """Name the formats that have such options, as they are typed."""
-    return ' or '.join(name for name, kind in FORMATS.items() if kind.options == options)
+def formats_with(option: str) -> str:
+    """Name the formats that read an option, as they are typed."""
+    return ' or '.join(name for name, kind in FORMATS.items() if option in kind.options)
 
 
 def load_target(name: object) -> Target:

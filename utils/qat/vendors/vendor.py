@@ -13,6 +13,8 @@ from typing import Literal
 from utils.qat.core.errors import QatError
 
 SIMULATED = 'INT8 simulated'  # types of a computation in float that rounds to INT8: its time says nothing about INT8
+# settings of an export: of an ONNX graph, and of the NMS in it
+GRAPH = 'trt', 'opset', 'no_pad', 'simplify'
 NMS = tuple('topk_all iou_thres conf_thres class_agnostic nms mask_resolution pooler_scale sampling_ratio'.split())
 
 
@@ -92,7 +94,7 @@ class FileKind:
 
     suffix: str  # of the file's name, after the stem of the weights
     module: str  # has FORMAT, a formats.format.Format; MODULE:NAME if that is not its name
-    options: tuple[str, ...] = ()  # settings of ExportConfig that only some kinds have
+    options: tuple[str, ...] = ()  # those settings of ExportConfig that it reads, and not all kinds do
 
 
 @dataclass(frozen=True)

@@ -26,5 +26,5 @@ TARGET = replace(
 VENDOR = Vendor(
     TARGET,
     {'edge': Backend('LiteRT', f'{__name__}.session', litert.FILES, ())},  # the benchmark takes that of litert
-    {'edge': FileKind('-coral.tflite', f'{__name__}.write', ('layout', 'sigmoid', 'per_tensor'))},
+    {'edge': FileKind('-coral.tflite', f'{__name__}.write', ('layout', 'sigmoid', 'per_tensor', 'opset'))},
 )

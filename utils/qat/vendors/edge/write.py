@@ -146,6 +146,8 @@ class EdgeFormat(LiteRTFormat):
             raise QatError('--batch-size: not with --include edge, whose files take one image; leave it out')
         if config.sigmoid and config.layout == 'coral':
             raise QatError('--sigmoid: only with --layout heads; programs for coral compute it themselves')
+        if config.layout == 'coral' and (opset := config.given(['opset'])):
+            raise QatError(f'{opset}: only with --layout heads, which has an ONNX file too; leave it out')
         if config.layout == 'heads' and config.opset > LAST_OPSET:
             raise QatError(f'--opset {config.opset}: compilers for these chips read up to {LAST_OPSET}; leave it out')
         if not export.int8:

@@ -9,7 +9,7 @@ convolution; otherwise it is a kernel of its own (docs/classification.md).
 Q/DQ that repeat a scale are dropped when a file is read or written for OpenVINO (model.py).
 """
 
-from utils.qat.vendors.vendor import NMS, Backend, FileKind, Target, Vendor
+from utils.qat.vendors.vendor import GRAPH, NMS, Backend, FileKind, Target, Vendor
 
 FILES = '.onnx', '.xml'
 
@@ -32,7 +32,7 @@ VENDOR = Vendor(
     ),
     {'openvino': Backend('OpenVINO', f'{__name__}.session', FILES, FILES)},
     {
-        'openvino': FileKind('.xml', f'{__name__}.write'),
-        'openvino_end2end': FileKind('-end2end.xml', f'{__name__}.write:END2END', NMS),
+        'openvino': FileKind('.xml', f'{__name__}.write', GRAPH),
+        'openvino_end2end': FileKind('-end2end.xml', f'{__name__}.write:END2END', GRAPH + NMS),
     },
 )

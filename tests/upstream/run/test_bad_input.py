@@ -178,6 +178,7 @@ compare_outputs.py --device cpu --batch-size 2
     {files}/a.onnx {files}/b.onnx --random 1 --backend onnxruntime,openvino,pt2 | give one, or one for each of the 2 models
     {files}/a.onnx {files}/b.onnx --random 1 --backend pt2      | runs .pt2 files, and neither
     {files}/a.onnx {files}/b.onnx --random 0                    | --random 0
+    {files}/a.onnx {files}/b.onnx --data {data} --seed 3        | --seed 3: only with --random
     {files}/a.onnx {files}/none.onnx --random 1                 | B; none.onnx; no such file
     {files}/a.onnx {classes} --random 1                         | B; not a file
     {files}/a.onnx {files}/b.onnx --random 1 --imgsz 32         | --imgsz 32; 64
@@ -189,6 +190,7 @@ compare_outputs.py --device cpu --batch-size 2
     {classifier} {classifier} --data {data}                     | takes a folder with train/ and val/
     {single} {single} --data {classes} | takes a data YAML
 benchmark_trt.py --device cpu
+    {files}/a.onnx --backend onnxruntime --level 3 --jobs 2     | --level, --jobs: only for engines, by --backend tensorrt or rtx
     no.onnx                            | MODEL no.onnx: no such file
     {files}/float.onnx --precision int8                         | has no Q/DQ
     {files}/int8.onnx --precision fp32,fp16                     | --precision fp32,fp16: ; is INT8

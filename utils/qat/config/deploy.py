@@ -233,6 +233,14 @@ class BenchmarkConfig(LabelledConfig, FolderConfig):
             self.baseline in BACKENDS and self.backend and self.baseline not in self.backend,
             f'--baseline {self.baseline}: not among --backend {",".join(self.backend or ())}; name it there too',
         )
+        builders, idle = (
+            [name for name in BACKENDS if BACKENDS[name].builders],
+            self.given(('workspace', 'level', 'jobs')),
+        )
+        yield (
+            idle and self.backend and not {*builders} & {*self.backend},
+            f'{idle}: only for engines, by --backend {" or ".join(builders)}; leave it out',
+        )
 
     @property
     def sizes(self) -> tuple[Sides, ...] | None:
@@ -284,6 +292,7 @@ class CompareConfig(LabelledConfig, FolderConfig):
     def problems(self) -> Iterable[tuple[object, str]]:
         """Check the source of the images; see Settings.problems."""
         yield (self.data is None) == (self.random is None), '--data, --random: give one of the two'
+        yield self.given(['seed']) and not self.random, f'--seed {self.seed}: only with --random, whose noise it is of'
         yield from super().problems()
 
 

@@ -20,7 +20,7 @@ from utils.qat.vendors.vendor import Target
 SHOWN = 10  # images side by side
 DURATION = 3  # seconds of a measurement
 # Expected times. In passes of the float model, as in duration.py: a comparison, and `sensitive`
-COMPARED, OF_UNITS, TRIALS = 6, 8, 10  # and calibrations of `quantize --max-drop`
+COMPARED, OF_UNITS, TRIALS = 6, 8, 4  # and calibrations of `quantize --max-drop`, 1 to 12
 # Seconds: until a command has its libraries and model; an export, an engine, the search of ranges, the pictures
 LOADING, EXPORTED, BUILT, RANGES, DRAWN = 5, 8, 330, 10, 8
 

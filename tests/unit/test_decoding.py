@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from helpers.graphs import graph_of, run_onnx
 
-from utils.qat.graph.decoding import boxes_by_matrix, decode_apart
+from utils.qat.graph.decoding import boxes_by_matrix, boxes_by_rows, decode_apart
 
 BATCH, BINS, ANCHORS = 2, 4, 7  # as many bins as sides, so that another order of the axes is a graph too
 # As upstream's DDetect is traced: `x` has the logits of the distances to four sides
@@ -86,3 +86,44 @@ def test_another_join_stays(part):
     assert JOINED.count(part) == 1
     text = JOINED.replace(part, NOT_JOINED[part])
     assert decode_apart(joined(text)) == joined(text)
+
+
+# ---- boxes from rows ----------------------------------------------------------------------------------------------------
+
+# As both leave them, of two strides: the product of the shares of 4 x 3 bins
+TURNED = """
+left = MaxPool<kernel_shape = [2, 2], strides = [2, 2]>(x) rows = Reshape(x, flat) more = Reshape(left, flat)
+all = Concat<axis = 2>(rows, more) four = Reshape(all, sides) s = Softmax<axis = 2>(four) shares = Reshape(s, flat) y = MatMul(matrix, shares)
+"""
+OF_ROWS = {
+    'flat': np.array([0, 12, -1]),
+    'sides': np.array([0, 4, 3, -1]),
+    'matrix': RNG.normal(size=(4, 12)).astype(np.float32),
+}
+
+
+def turned(text=TURNED):
+    return graph_of(text, initializers=OF_ROWS, shape=(2, 12, 4, 6), returns=(None, None, None))
+
+
+def test_boxes_are_computed_from_rows():
+    x = {'x': RNG.normal(size=(2, 12, 4, 6)).astype(np.float32)}
+    after = boxes_by_rows(turned())
+    np.testing.assert_allclose(run_onnx(after, x)[0], run_onnx(turned(), x)[0], rtol=1e-5, atol=1e-5)
+    (softmax,) = [n for n in after.graph.node if n.op_type == 'Softmax']
+    assert softmax.attribute[0].i == 3, 'the last axis: the bins lie side by side'
+    assert not {'rows', 'more', 'all'} & {name for n in after.graph.node for name in n.output}
+
+
+@pytest.mark.parametrize(
+    ('part', 'other'),
+    [
+        ('Softmax<axis = 2>', 'Softmax<axis = 1>'),
+        ('more = Reshape(left, flat)', 'more = Relu(rows)'),
+        ('y = MatMul(matrix, shares)', 'double = Add(matrix, matrix) y = MatMul(double, shares)'),
+    ],
+)
+def test_another_product_stays(part, other):
+    assert TURNED.count(part) == 1
+    text = TURNED.replace(part, other)
+    assert boxes_by_rows(turned(text)) == turned(text)

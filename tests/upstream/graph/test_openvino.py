@@ -35,8 +35,8 @@ from utils.qat.core.errors import QatError
 from utils.qat.core.machine import instruction_flags
 from utils.qat.graph import passes
 from utils.qat.graph.audit import audit
-from utils.qat.graph.decoding import decode_apart
-from utils.qat.graph.onnx_graph import count_qdq, is_half
+from utils.qat.graph.decoding import boxes_by_rows, decode_apart
+from utils.qat.graph.onnx_graph import attribute, count_qdq, is_half
 from utils.qat.vendors.load import open_file
 from utils.qat.vendors.openvino.graph import fake_quantize
 from utils.qat.vendors.openvino.layers import INTEGERS
@@ -110,6 +110,9 @@ def test_each_kind_of_export(small, task, kind, tmp_path):
     apart = decode_apart(copy(joined))
     assert apart != joined and decode_apart(copy(apart)) == apart
     assert_same_outputs(joined, apart, {joined.graph.input[0].name: image(SIDE).numpy()})
+    rows = boxes_by_rows(copy(apart))
+    softmax = [attribute(node, 'axis') for node in rows.graph.node if node.op_type == 'Softmax']
+    assert softmax == [2 if is_half(rows) else 3] and boxes_by_rows(copy(rows)) == rows
     if kind == 'dynamic':
         session = assert_integers(file, batch=3)
         assert session.run({'images': made_images(2, (SIDE, SIDE))})['output0'].shape[0] == 2

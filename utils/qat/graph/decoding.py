@@ -1,6 +1,7 @@
 """The decoding of boxes and classes in an ONNX graph."""
 
 from collections.abc import Sequence
+from functools import partial
 
 import numpy as np
 from onnx import ModelProto, NodeProto, helper, numpy_helper
@@ -8,6 +9,7 @@ from onnx import ModelProto, NodeProto, helper, numpy_helper
 from utils.qat.graph.channels import Tensors
 from utils.qat.graph.onnx_graph import attribute, constants, producers, replace_nodes
 from utils.qat.graph.passes import drop_unneeded
+from utils.qat.graph.tensor_types import infer
 
 # rows: x, y, width and height of a box; columns: distances from its anchor to the left, upper, right and lower side
 BOX_OF_SIDES = np.array([[-0.5, 0, 0.5, 0], [0, -0.5, 0, 0.5], [1, 0, 1, 0], [0, 1, 0, 1]], np.float32)
@@ -79,6 +81,57 @@ def _apart(model: ModelProto, split: NodeProto, levels: Sequence[tuple[NodeProto
     return nodes
 
 
+def boxes_by_rows(model: ModelProto) -> ModelProto:
+    """Compute the distances to the sides from a row for each anchor, in place; values change by rounding.
+
+    Behind `boxes_by_matrix` and `decode_apart` a head has [B, 4R, H, W] → Reshape, for each stride → Concat → Reshape [B, 4, R, N] → Softmax
+    → Reshape → MatMul. An INT8 convolution of OpenVINO leaves the channels of a pixel side by side, as a row has them: INT8 of yolov9-t
+    takes 0.96 of the time with AMX, and 0.97 with AVX512-VNNI.
+    """
+    values, made, types = constants(model), producers(model), infer(model)[0]
+    nodes = list[NodeProto]()
+    for node in model.graph.node:
+        matrix = values.get(node.input[0]) if node.op_type == 'MatMul' else None
+        softmax = _up(made, node, (1, 'Reshape'), (0, 'Softmax'))
+        flat = [made.get(name, OTHER) for name in _up(made, softmax, (0, 'Reshape'), (0, 'Concat')).input]
+        logits = [level.input[0] for level in flat if level.op_type == 'Reshape' and len(types[level.input[0]][1]) == 4]
+        channels = [types[name][1][1] for name in logits]
+        if (
+            flat
+            and matrix is not None
+            and channels == [matrix.shape[1]] * len(flat)
+            and attribute(softmax, 'axis') == 2
+        ):
+            nodes += _by_rows(model, node, logits, matrix)
+        else:
+            nodes.append(node)
+    return drop_unneeded(replace_nodes(model, nodes)) if len(nodes) > len(model.graph.node) else model
+
+
+def _by_rows(model: ModelProto, product: NodeProto, logits: Sequence[str], matrix: np.ndarray) -> list[NodeProto]:
+    """Return the nodes that compute a product [B, 4, N] of the logits of each stride; see `boxes_by_rows`."""
+    result, channels = product.output[0], matrix.shape[1]
+    stored = {
+        'row': np.array([0, -1, channels]),
+        'sides': np.array([0, -1, 4, channels // 4]),
+        'weights': matrix.T.copy(),
+    }
+    row, sides, weights = (f'{result}/{name}' for name in stored)
+    model.graph.initializer.extend(numpy_helper.from_array(value, f'{result}/{name}') for name, value in stored.items())
+    made = list[NodeProto]()
+
+    def add(op: str, *given: str, **attributes: object) -> str:
+        name = f'{result}/{op}_{len(made)}'
+        made.append(helper.make_node(op, given, [name], name, **attributes))
+        return name
+
+    rows = [add('Reshape', add('Transpose', level, perm=[0, 2, 3, 1]), row) for level in logits]
+    shares = add('Softmax', add('Reshape', add('Concat', *rows, axis=1), sides), axis=3)
+    turned = add('MatMul', add('Reshape', shares, row), weights)
+    made.append(helper.make_node('Transpose', [turned], [result], product.name, perm=[0, 2, 1]))
+    return made
+
+
 def _product(model: ModelProto, scaled: NodeProto, logits: str, bins: np.ndarray, anchors: str) -> list[NodeProto]:
     """Let a node read the product, and return the nodes that compute it; see `_decoding`."""
     base = scaled.output[0]
@@ -101,18 +154,19 @@ def _product(model: ModelProto, scaled: NodeProto, logits: str, bins: np.ndarray
     return [helper.make_node(op, given, [f'{base}/{op}'], f'{base}/{op}', axis=axis) for op, given, axis in steps]
 
 
+def _up(made: dict[str, NodeProto], node: NodeProto, *path: tuple[int, str]) -> NodeProto:
+    """Follow inputs of a node: (position, operator that has to produce it), ...; OTHER if it is another."""
+    for i, op in path:
+        before = made.get(node.input[i], OTHER) if i < len(node.input) else OTHER
+        node = before if before.op_type == op else OTHER
+    return node
+
+
 def _decoding(
     scaled: NodeProto, values: dict[str, np.ndarray], made: dict[str, NodeProto]
 ) -> tuple[str, np.ndarray, str] | None:
     """Return the logits [B, 4, R, N], the R distances and the anchors [1, 2, N] of the boxes that a node multiplies by the stride."""
-
-    def up(node: NodeProto, *path: tuple[int, str]) -> NodeProto:
-        """Follow inputs: (position, operator that has to produce it), ...; an empty node if it is another."""
-        for i, op in path:
-            before = made.get(node.input[i], OTHER) if i < len(node.input) else OTHER
-            node = before if before.op_type == op else OTHER
-        return node
-
+    up = partial(_up, made)
     joined = up(scaled, (0, 'Concat')) if scaled.op_type == 'Mul' else OTHER
     halved, size = up(joined, (0, 'Div')), up(joined, (1, 'Sub'))
     first, last = up(halved, (0, 'Add'), (0, 'Sub')), up(halved, (0, 'Add'), (1, 'Add'))

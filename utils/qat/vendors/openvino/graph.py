@@ -7,7 +7,7 @@ import onnx
 from onnx import ModelProto, NodeProto, numpy_helper
 
 from utils.qat.graph.audit_rules import SHARED, adds, not_absorbed, numbers
-from utils.qat.graph.decoding import decode_apart
+from utils.qat.graph.decoding import boxes_by_rows, decode_apart
 from utils.qat.graph.onnx_graph import (
     attribute,
     constants,
@@ -42,7 +42,7 @@ def for_openvino(model: ModelProto) -> ModelProto:
     model = decode_apart(model)
     if not any(count_qdq(model)):
         return model
-    return fake_quantize(absorb_relus(drop_repeated_qdq(averages_by_convolutions(model))))
+    return fake_quantize(absorb_relus(drop_repeated_qdq(averages_by_convolutions(boxes_by_rows(model)))))
 
 
 def fake_quantize(model: ModelProto) -> ModelProto:

@@ -174,7 +174,10 @@ def test_killed_it_takes_its_step_along_and_goes_on(made, tmp_path):
     work.join()
     while is_alive(step):
         time.sleep(0.05)
-    assert run(tmp_path, made()) == 'bc'
+    left, own = tmp_path / f'.b.{step}.tmp.onnx', tmp_path / '.tmp'
+    left.touch()
+    own.touch()
+    assert run(tmp_path, made()) == 'bc' and own.exists() and not left.exists()
 
 
 # ---- plans ---------------------------------------------------------------------------------------------------------------

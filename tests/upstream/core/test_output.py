@@ -292,6 +292,7 @@ def test_warnings_are_called_so(tmp_path, monkeypatch):
 
 
 def test_lines_appear_above_a_bar():
+    TERMINAL.setLevel(logging.INFO)
     with contextlib.redirect_stdout(Terminal()) as seen, contextlib.redirect_stderr(seen):
         for _ in bar([1, 2], 'working', unit='steps'):
             LOGGER.info('a line')

@@ -189,6 +189,11 @@ class LogitQuantizer(OutputQuantizer):
         amax = amax.clamp(self.sure * LOWER, -self.least * LOWER)
         return super().steps(amax, torch.minimum(lowest, -highest * LOWER), highest)
 
+    @override
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        """Clip while it is switched off too: what no integer can show must not count when calibrations are compared with float."""
+        return super().forward(inputs.clamp(self.least, -self.least) if self._disabled else inputs)
+
 
 def join_strides(quantizers: Collection[Quantizer]) -> None:
     """Give all strides of an output of the head the range that suffices for each of them."""

@@ -69,6 +69,17 @@ def test_pixels_are_the_integers_of_images_and_strides_share_the_scales_of_outpu
         assert len({*own}) > 1 and max(own) <= joined.pop().scale.item() * 1.001
 
 
+def test_logits_that_no_integer_shows_are_no_difference_from_float():
+    """Classes that are nowhere have logits far below: between calibrations they would be all that counts."""
+    model = model_of()
+    for branch in model.model[-1].cv3:
+        branch[-2].bias.data -= 30
+    with quantizers_off(model), torch.no_grad():
+        _, maps = model(made_images(2, (SIDE, SIDE)))
+    classes = torch.cat([raw[:, -model.nc :].flatten() for raw in maps])
+    assert classes.min() == classes.max() == LogitQuantizer.least
+
+
 @pytest.mark.parametrize('lowest, highest', [(-20.0, 3.0), (-20.0, 30.0), (-1.0, 5.0), (-0.5, 0.1), (-3.0, -1.0)])
 def test_logits_have_no_negative_zero_point(lowest, highest):
     """And the ends of their range are among the integers, up to the logits of 0.0003 and 0.9997; so is a score of 0.98, if none was seen."""

@@ -57,7 +57,6 @@ qat.py quantize --weights {single} --hyp {hyp} --data {data} --imgsz 64 --worker
     --val-split 1                      | --val-split 1.0; [0, 1)
     --val-split 0.01                   | --val-split 0.01; 12 images, of which 0
     --val-split 0.1 --epochs 0         | --val-split 0.1; --epochs 0
-    --iters 5 --lr 0.001 --epochs 0    | --iters, --lr: with --epochs 0 nothing is learnt
     --percentile 99                    | --percentile 99: only with --calib-method percentile
     --device 7                         | --device 7; --device cpu
     --device gpu                       | --device gpu; 'cpu'

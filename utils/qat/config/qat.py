@@ -316,11 +316,6 @@ class QuantizeConfig(CalibrationConfig):
             '--activation-only: needs --activation polynomial or relu; leave it out',
         )
         choosing = self.given(('keep_float', 'max_drop'))
-        learnt = self.given(('iters', 'lr', 'task_loss', 'amp', 'compile'))
-        yield (
-            learnt and not self.epochs and self.activation not in LEARNT,
-            f'{learnt}: with --epochs 0 nothing is learnt; leave one of the two out',
-        )
         yield (
             self.val_split and not self.epochs,
             f'--val-split {self.val_split}: with --epochs 0 there is no epoch to choose; leave one of the two out',

@@ -146,7 +146,6 @@ OTHERS_BY_NAME = {  # file → what else it loads
     'models/quantize/pickled_modules.py': "upstream's classes",
     'utils/qat/compat.py': 'packages that may be missing',
     'utils/qat/core/machine.py': 'NVML',
-    'utils/qat/benchmark/usage.py': 'psutil',
     'utils/qat/vendors/pytorch/write_aoti.py': 'torchao',
     'utils/qat/vendors/tensorrt/engine/api.py': 'TensorRT',
     'utils/qat/config/tasks.py': 'a task, and so it climbs: evaluation/, which tasks import, asks for tasks',

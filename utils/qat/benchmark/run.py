@@ -6,7 +6,7 @@ Load by other processes and a clock that falls with the temperature then meet al
 
 import gc
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 
 import torch
@@ -148,25 +148,20 @@ def run_in_turns(
         count: is called after each turn.
     """
     running = [Running(measurement) for measurement in measurements]
-
-    @contextmanager
-    def reporting(measurement: Measurement) -> Iterator[None]:
-        try:
-            yield
-        except QatError as e:
-            leave_out(str(e))
-        except torch.cuda.OutOfMemoryError:
-            leave_out(f'{measurement}: out of GPU memory; give a smaller --batch or --imgsz')
-        count()
-
     try:
         with ExitStack() as opened:
             for turn in range(TURNS):
                 # Every other round goes backwards: then no file always follows the same one.
                 for one in running[:: -1 if turn % 2 else 1]:
-                    if len(one.turns) == turn:  # else an earlier one failed
-                        with reporting(one.measurement):
-                            one.turn(conditions, usage, opened)
+                    if len(one.turns) < turn:
+                        continue  # an earlier one failed
+                    try:
+                        one.turn(conditions, usage, opened)
+                    except QatError as e:
+                        leave_out(str(e))
+                    except torch.cuda.OutOfMemoryError:
+                        leave_out(f'{one.measurement}: out of GPU memory; give a smaller --batch or --imgsz')
+                    count()
             return [(one.measurement, one.row(usage)) for one in running if len(one.turns) == TURNS]
     finally:
         running.clear()

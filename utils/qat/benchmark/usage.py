@@ -7,13 +7,13 @@ the mean clock of all cores.
 
 from __future__ import annotations
 
-import importlib
 import threading
 import time
 from collections.abc import Callable, Sequence
 from statistics import fmean
 from typing import NamedTuple
 
+import psutil
 import torch
 
 from utils.qat.benchmark.rows import Load
@@ -58,9 +58,7 @@ def gpu_probe(device: torch.device) -> Probe:
 
 
 def cpu_probe() -> Probe:
-    """Make the probe of this process. Raises QatError if psutil is missing."""
-    with reporting('no package psutil', ImportError, remedy='./install_dependencies.sh'):
-        psutil = importlib.import_module('psutil')
+    """Make the probe of this process."""
     process, cores, scales = psutil.Process(), usable_cores(), clock_scales()
     whole = cores == psutil.cpu_count()
 

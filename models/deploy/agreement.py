@@ -12,7 +12,7 @@ import torch.nn.functional as F
 
 from models.quantize.blocks import is_quantized
 from models.quantize.calibration.calibrate import added
-from models.quantize.network import head_of
+from models.quantize.network import head_of, removed_after
 from utils.qat.backends.pytorch import split_outputs, stride_of, task_of
 from utils.qat.config.tables import DEFAULT_TARGET
 from utils.qat.core.errors import QatError
@@ -107,12 +107,9 @@ def other_last_bits(model: Network, last_bits: float, seed: int) -> Iterator[Non
         noise = 2 * torch.rand(result.shape, generator=generator, device=result.device) - 1
         return result + noise * last_bits * result.abs().max()
 
-    hooks = [m.register_forward_hook(round_otherwise) for m in model.modules() if isinstance(m, torch.nn.Conv2d)]
-    try:
+    convs = [m for m in model.modules() if isinstance(m, nn.Conv2d)]
+    with removed_after(conv.register_forward_hook(round_otherwise) for conv in convs):
         yield
-    finally:
-        for hook in hooks:
-            hook.remove()
 
 
 def rounding_noise(model: Network, images: torch.Tensor, wanted: object, last_bits: float, seed: int) -> float:

@@ -72,14 +72,13 @@ def network_layers(content: Any, source: str, weights: bool = False) -> tuple[An
             raise QatError(f'{source}: has more than {LAYERS} layers')
 
     activations = {kind: kind.default_act for kind in (Conv, RepConvN)}  # parse_model sets the YAML's activation there
-    hook = register_module_module_registration_hook(counted)
     try:
         for kind, activation in activations.items():
             kind.default_act = deepcopy(activation)
-        with _in_one_line(source), nullcontext() if weights else Weightless():
+        hook = register_module_module_registration_hook(counted)  # which ends with the block
+        with hook, _in_one_line(source), nullcontext() if weights else Weightless():
             layers, read = parse_model(deepcopy(content), ch=[content.get('ch') or 3])
     finally:
-        hook.remove()
         for kind, activation in activations.items():
             kind.default_act = activation
     if sum(p.numel() for p in layers.parameters()) > WEIGHTS:

@@ -36,11 +36,8 @@ from utils.qat.untrusted.torchvision_weights import network_of, network_with, ol
 
 NEEDED = 'give a checkpoint of upstream train.py or train_dual.py'
 TRAINERS = 'ultralytics', 'mit'  # files in trainers/, loaded because few checkpoints are of another training
-WRAPPED = {
-    'torch.nn.parallel.': 'parallel',
-    'torch._dynamo.': 'compiled',
-    'torch.nn.utils.prune.': 'masked',
-}  # module → kind
+# module → kind
+WRAPPED = {'torch.nn.parallel.': 'parallel', 'torch._dynamo.': 'compiled', 'torch.nn.utils.prune.': 'masked'}
 AGAIN_AS = "torch.save({{'model': {}}}, 'NEW.pt')"
 FORMAT = 2  # since 2 every scale is an FP16 number
 LARGEST_STRIDE = 1024  # pixels; YOLOv9 has 64 at most

@@ -68,9 +68,8 @@ class DivergenceEstimate:
             changes = {path: torch.zeros(len(part), dtype=torch.float64, device=part.device) for path in self.twins}
             with self._places(changes), quantizers_off(self.model):
                 self.weight += backward_from_probe(self.model, part, generator)
-            of_units = torch.stack(
-                [added(changes[path] for path in twins) for twins in self.units.values()]
-            )  # [units, B]
+            # [units, B]
+            of_units = torch.stack([added(changes[path] for path in twins) for twins in self.units.values()])
             self.sums += torch.stack((of_units, of_units.sum(0) - of_units)).square().sum(2)
             self.images += len(part)
 

@@ -71,9 +71,8 @@ def reporting(problem: str, *errors: type[BaseException], remedy: str = '', most
         yield
     except errors as e:
         kind = type(e).__name__
-        said = (
-            f'{kind}: {one_line(e, most)}' if Exception in errors else one_line(e, most) or kind
-        )  # of any kind: which one
+        # of any kind: which one
+        said = f'{kind}: {one_line(e, most)}' if Exception in errors else one_line(e, most) or kind
         raise QatError(f'{problem} ({said})' + f'; {remedy}' * bool(remedy)) from e
 
 

@@ -78,9 +78,8 @@ class Terminal(Raising):
     def __init__(self) -> None:
         super().__init__()
         self.setFormatter(LineFormatter(coloured=True))
-        self.setLevel(
-            logging.WARNING
-        )  # commands change it; a program that imports the toolkit has a terminal of its own
+        # commands change it; a program that imports the toolkit has a terminal of its own
+        self.setLevel(logging.WARNING)
 
     def emit(self, record: logging.LogRecord) -> None:
         """Write a record."""

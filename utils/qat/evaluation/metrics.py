@@ -34,9 +34,8 @@ class Metrics:
     mask: dict[str, Any] | None = None  # the same scores of masks, and `coco` as below; None without masks
     coco: dict[str, float] | None = None  # pycocotools' figures; None if the data is not COCO
     ms_per_image: dict[str, float] = field(default_factory=dict)  # of each step
-    resampled: np.ndarray | None = (
-        None  # of the first score on resamples of the images, see interval.py; None if not asked for
-    )
+    # of the first score on resamples of the images, see interval.py; None if not asked for
+    resampled: np.ndarray | None = None
 
     @classmethod
     def choosing(cls) -> tuple[str, str]:

@@ -242,9 +242,8 @@ def _draw_box(axes: Axes, detection: Found, mark: str, labels: list[tuple[float,
     width = axes.get_xlim()[1]
     size = LABEL * max(width, axes.get_ylim()[0])
     x = min(x1, width - size)
-    step = (
-        size / 4 if x < width / 2 else -size / 4
-    )  # towards the middle: what leaves the picture is hidden by the next one
+    # towards the middle: what leaves the picture is hidden by the next one
+    step = size / 4 if x < width / 2 else -size / 4
     while any(abs(x - other_x) < size and abs(y1 - other_y) < size for other_x, other_y in labels):
         x += step
     labels.append((x, y1))

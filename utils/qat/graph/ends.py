@@ -127,9 +127,8 @@ def add_standard(graph: GraphWriter, boxes: str, scores: str, nms: Nms, classes:
     one, two, top = (graph.constant([n]) for n in (1, 2, nms.topk_all))
     centre, size = graph.node('Split', [boxes, graph.constant([2, 2])], 2, axis=2)  # [B, N, 2] each
     half = graph.node('Mul', [size, graph.constant(0.5, np.float32)])
-    corners = graph.node(
-        'Concat', [graph.node('Sub', [centre, half]), graph.node('Add', [centre, half])], axis=2
-    )  # [B, N, 4]
+    # [B, N, 4]
+    corners = graph.node('Concat', [graph.node('Sub', [centre, half]), graph.node('Add', [centre, half])], axis=2)
     if nms.class_agnostic:
         scores, best = graph.node('TopK', [scores, one], 2, axis=2)  # [B, N, 1], as if there were one class
 
@@ -191,9 +190,8 @@ def add_masks(
         )
     own = graph.node('GatherND', [coefficients, box], batch_dims=1)  # [B, K, nm]
     flat = graph.node('Reshape', [prototypes.name, graph.constant([0, 0, -1])])
-    maps = graph.node(
-        'Reshape', [graph.node('MatMul', [own, flat]), graph.constant([-1, 1, *sides])]
-    )  # [B * K, 1, h, w]
+    # [B * K, 1, h, w]
+    maps = graph.node('Reshape', [graph.node('MatMul', [own, flat]), graph.constant([-1, 1, *sides])])
     boxes = graph.node('Reshape', [END2END[1], graph.constant([-1, 4])])
     zero, one = graph.constant(0), graph.constant(1)
     # Each box is cropped from its own map.

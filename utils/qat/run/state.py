@@ -103,22 +103,19 @@ class State:
     origin: Stage | None = kept((NONE, *SCORES), default=None)  # the float model
     # The float model with other activation functions; None without --activation
     adapted: Stage | None = kept((NONE, *({**kind, 'loss': LOSS} for kind in (UNSCORED, *SCORED))), default=None)
-    kept_activations: list[str] = kept(
-        [str], default_factory=list
-    )  # paths of functions that a summary left as they were
+    # paths of functions that a summary left as they were
+    kept_activations: list[str] = kept([str], default_factory=list)
     calibration: Calibration | None = kept((NONE, CALIBRATION), default=None)
     kept_float: list[str] = kept([str], default_factory=list)  # paths of blocks
     ptq: Stage | None = kept((NONE, UNSCORED, *SCORED), default=None)  # the calibrated model; None before
     epochs: list[Stage] = kept(
         [tuple({'epoch': COUNT, 'loss': POSITIVE, **kind} for kind in SCORED)], default_factory=list
     )
-    val: dict[str, Stage] | None = kept(
-        NONE, default=None
-    )  # 'origin', 'adapted', 'ptq' and 'best', if held-out images chose
+    # 'origin', 'adapted', 'ptq' and 'best', if held-out images chose
+    val: dict[str, Stage] | None = kept(NONE, default=None)
     times: dict[str, float] = kept({str: SECONDS}, default_factory=dict)  # work → seconds
-    changed: dict[str, dict[str, str]] = kept(
-        {str: {str: str}}, default_factory=dict
-    )  # by time: versions in a resumed run
+    # by time: versions in a resumed run
+    changed: dict[str, dict[str, str]] = kept({str: {str: str}}, default_factory=dict)
     # images → model → interval.resampled_ap
     resampled: dict[str, dict[str, np.ndarray]] = kept(
         {'val': {str: _shares}, 'held out?': {str: _shares}}, default_factory=dict

@@ -51,9 +51,8 @@ def _wrong(value: object, kind: Any) -> str | None:
     """Return the place of a misfit from `value` on, such as '[2].ap'; '' for `value` itself."""
     if isinstance(kind, tuple):
         misfits = [_wrong(value, k) for k in kind]
-        return (
-            None if None in misfits else max(filter(None, misfits), key=len, default='')
-        )  # of the kind that fits best
+        # of the kind that fits best
+        return None if None in misfits else max(filter(None, misfits), key=len, default='')
     if isinstance(kind, list):
         if type(value) is not list:
             return ''

@@ -48,9 +48,8 @@ OTHERS = {
 OPERATOR = re.compile(rf'torch\.ops\.aten\.({"|".join(ATEN)})\.\w+')
 TEXT = re.compile(r'[\w.:+@-]{0,300}')  # names, never an expression
 ATOM = r"(?:Symbol\('s\d+'(?:, (?:integer|positive|nonnegative)=True)*\)|Integer\(-?\d+\))"
-EXPRESSION = re.compile(
-    rf'-?\d+|s\d+|{ATOM}|(?:Add|Mul)\({ATOM}(?:, {ATOM}){{1,4}}\)'
-)  # a size that depends on the batch
+# a size that depends on the batch
+EXPRESSION = re.compile(rf'-?\d+|s\d+|{ATOM}|(?:Add|Mul)\({ATOM}(?:, {ATOM}){{1,4}}\)')
 REFUSED = {'as_graph', 'as_custom_obj', 'as_operator', 'custom_obj', 'token'}
 SPECS = 'in_spec', 'out_spec'
 AGAIN = 'export it with export_qat.py --include pt2'

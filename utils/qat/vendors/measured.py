@@ -44,9 +44,8 @@ class ModelFile:
     file: Path
     inputs: OpenInputs  # empty for an engine, which tells them when it is loaded
     types: str  # 'FP32', 'FP16', 'INT8 and FP32', 'INT8 and FP16'; '' if unknown
-    batches: tuple[
-        int, ...
-    ] = ()  # to measure unless told otherwise; by default that of `inputs`, or BATCHES if it is open
+    # to measure unless told otherwise; by default that of `inputs`, or BATCHES if it is open
+    batches: tuple[int, ...] = ()
     sizes: tuple[Sides | None, ...] = (None,)  # likewise; None = as `inputs` have it
     parameters: int | None = None  # their number; None if only a backend knows it
     layers: int | None = None  # likewise

@@ -28,9 +28,8 @@ class Target:
     include: str = 'onnx'  # its kind of file
     # the target whose float files, and whose backend in the benchmark, stand in for those of a chip, which computes only integers
     stand_in: str = ''
-    graph: str = (
-        'utils.qat.vendors.tensorrt.graph'  # has `finish`, its last pass over an ONNX graph, and RULES of its audit
-    )
+    # has `finish`, its last pass over an ONNX graph, and RULES of its audit
+    graph: str = 'utils.qat.vendors.tensorrt.graph'
     # whether activation functions have Q/DQ too, because the engine does not fuse them into a convolution
     activations: bool = False
     # of activations. 'none': 0. 'unsigned': the smallest integer for values that are never negative, such as those of a ReLU, so

@@ -85,9 +85,8 @@ def for_layout(model: Network, layout: str, per_tensor: bool = False) -> Network
         if per_tensor and isinstance(module, QuantConv2d):
             amax, module.weight_quantizer = module.weight_quantizer._amax.amax(), Quantizer()
             module.weight_quantizer.set_amax(amax)
-        if (
-            isinstance(module, QuantConv2d) and module.bias is not None
-        ):  # an INT32 in steps of a product of two integers
+        # a bias is an INT32 in steps of a product of two integers
+        if isinstance(module, QuantConv2d) and module.bias is not None:
             step = module.input_quantizer.scale * module.weight_quantizer.scale
             module.bias.copy_((module.bias / step).round() * step)
     return model

@@ -125,9 +125,8 @@ class LiteRT(Session):
             self.model.allocate_tensors()
         self.metadata = read_metadata(file)
         self.inputs = self.model.get_input_details()
-        self.outputs = sorted(
-            self.model.get_output_details(), key=lambda output: len(output['shape'])
-        )  # prototypes last
+        # prototypes last
+        self.outputs = sorted(self.model.get_output_details(), key=lambda output: len(output['shape']))
         self.channels_last = len(self.inputs[0]['shape']) == 4 and self.inputs[0]['shape'][3] == 3
         types = {tensor['index']: tensor['dtype'].__name__ for tensor in self.model.get_tensor_details()}
         layers = [op for op in self.model._get_ops_details() if op['op_name'] in WEIGHTED]

@@ -8,9 +8,7 @@ from typing import TYPE_CHECKING
 
 import onnx
 import torch
-from typing_extensions import (
-    override,
-)  # torch requires this package, so it is installed; typing has it from Python 3.12
+from typing_extensions import override  # torch requires this package; typing has it from Python 3.12
 
 from utils.qat.config.export import PLUGIN
 from utils.qat.core.errors import QatError, one_line, reporting
@@ -61,9 +59,8 @@ def onnx_session(
 
 def run_graph(model: onnx.ModelProto, values: Mapping[str, torch.Tensor]) -> list[torch.Tensor]:
     """Run a new graph on the CPU, Q and DQ as written. values: name of an input → tensor. Raises QatError if ONNX Runtime cannot."""
-    with reporting(
-        'ONNX Runtime cannot run the exported graph', Exception, most=300
-    ):  # its errors share no public base
+    # its errors share no public base
+    with reporting('ONNX Runtime cannot run the exported graph', Exception, most=300):
         session = onnx_session(model.SerializeToString())
         results = session.run(None, {name: value.cpu().numpy() for name, value in values.items()})
         return list(map(torch.from_numpy, results))

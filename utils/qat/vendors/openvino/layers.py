@@ -23,12 +23,8 @@ CONV_OPERATORS = {
 }  # of a model
 CONV_LAYERS = {'Convolution', 'Deconvolution'}  # of layers, as all kinds below
 MOVE_LAYERS = {'Concatenation', 'Interpolate', 'Pooling', 'Reshape', 'Split', 'StridedSlice', 'Transpose'}
-REENCODINGS = {
-    'Convert',
-    'FakeQuantize',
-    'Reorder',
-    'Subgraph',
-}  # these compute as well, if one has more than Q inside
+# these compute as well, if one has more than Q inside
+REENCODINGS = {'Convert', 'FakeQuantize', 'Reorder', 'Subgraph'}
 NOT_RUN = {'Input', 'Output'}
 QUANTIZES = 'QuantizeLinear'  # in the name of a Q in our exports
 

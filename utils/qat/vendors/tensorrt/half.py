@@ -204,9 +204,8 @@ def _retype(model: ModelProto, features: Mapping[str, set[int]], types: Mapping[
         for i, name in enumerate(node.input):
             if i in positions and name not in halves:
                 node.input[i] = convert(name, HALF)
-            elif (
-                i not in positions and name in halves and node.op_type not in ('Shape', 'Size')
-            ):  # which read no values
+            # Shape and Size read no values
+            elif i not in positions and name in halves and node.op_type not in ('Shape', 'Size'):
                 node.input[i] = convert(name, FLOAT)
         nodes.append(node)
         to_float = node.op_type == 'Cast' and node.output[0] in features and attribute(node, 'to') == FLOAT

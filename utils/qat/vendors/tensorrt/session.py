@@ -93,9 +93,8 @@ class TensorRT(Session):
         self.inputs: dict[str, tuple[tuple[int, ...], ...]] = {}
         self.outputs: dict[str, tuple[int, ...]] = {}
         self.buffers: dict[str, torch.Tensor] = {}
-        self.graphs: dict[
-            tuple[tuple[int, ...], ...], torch.cuda.CUDAGraph
-        ] = {}  # shapes of the inputs → a recorded run
+        # shapes of the inputs → a recorded run
+        self.graphs: dict[tuple[tuple[int, ...], ...], torch.cuda.CUDAGraph] = {}
         for name in map(self.engine.get_tensor_name, range(self.engine.num_io_tensors)):
             if self.engine.get_tensor_mode(name) == self.trt.TensorIOMode.INPUT:
                 shape = tuple(self.engine.get_tensor_shape(name))

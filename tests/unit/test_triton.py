@@ -51,12 +51,12 @@ SERVED = {  # graph, options → tensors, and lines that are there or not
     ),
     'a fixed batch, which is an axis': (
         end2end(2),
-        {'max_batch': 8, 'platform': 'onnxruntime_onnx'},
+        {'max_batch': 8},
         [
             ('input', 'images', 'FP32', [2, 3, 640, 320]),
             *(('output', name, kind, [2, *axes]) for name, kind, axes in BOXES),
         ],
-        {'max_batch_size: 0': True, 'platform: "onnxruntime_onnx"': True, 'dynamic_batching { }': False},
+        {'max_batch_size: 0': True, 'dynamic_batching { }': False},
     ),
     'one image at a time': (
         graph({'images': (FLOAT, ['batch', 3, 8, 8])}, {'det_masks': (FLOAT, ['batch', 100, 25600])}),

@@ -1,6 +1,6 @@
 """Write config.pbtxt, for NVIDIA Triton Inference Server to serve an exported graph: plain, DeepStream, or with NMS inside.
 
-It belongs in MODELS/<name>/, beside 1/model.plan (the graph's engine) or 1/model.onnx. Format:
+It belongs in MODELS/<name>/, beside 1/model.plan, the graph's engine. Format:
 docs/user_guide/model_configuration.md of https://github.com/triton-inference-server/server.
 """
 
@@ -20,11 +20,10 @@ TYPES: dict[int, str] = {
     TensorProto.UINT8: 'TYPE_UINT8',
     TensorProto.BOOL: 'TYPE_BOOL',
 }
-PLATFORMS = ('tensorrt_plan', 'onnxruntime_onnx')
 
 
-def triton_config(model: ModelProto, name: str, max_batch: int = 1, platform: str = 'tensorrt_plan') -> str:
-    """Write the configuration of a model, by its name in Triton, for a runtime of PLATFORMS.
+def triton_config(model: ModelProto, name: str, max_batch: int = 1) -> str:
+    """Write the configuration of a model's engine, by its name in Triton.
 
     With an open batch axis, requests of several clients run together, up to max_batch, which the engine must accept. A graph
     with a fixed batch takes only this batch.
@@ -39,7 +38,7 @@ def triton_config(model: ModelProto, name: str, max_batch: int = 1, platform: st
         )
     lines = [
         f'name: {json.dumps(name, ensure_ascii=False)}',
-        f'platform: "{platform}"',
+        'platform: "tensorrt_plan"',
         f'max_batch_size: {max_batch if open_batch else 0}',
     ]
     for kind, values in (('input', inputs), ('output', model.graph.output)):

@@ -23,6 +23,7 @@ from pathlib import Path
 from utils.qat.core.errors import QatError
 from utils.qat.core.files import require_file
 from utils.qat.core.text import visible
+from utils.qat.untrusted.json_schema import read_json
 
 DETAILED = 'build the engine again with --profilingVerbosity=detailed (trtexec) or config.profiling_verbosity = DETAILED (Python)'
 EXPORT = 'trtexec --exportLayerInfo=layers.json --exportProfile=profile.json writes both'
@@ -135,8 +136,8 @@ def dtype(text: str) -> str:
 def _load(path: Path, flag: str) -> object:
     require_file(path, flag)
     try:
-        return _visible(json.loads(path.read_text(encoding='utf-8')))
-    except (ValueError, RecursionError) as e:
+        return _visible(read_json(path))
+    except ValueError as e:
         where = f' in line {e.lineno}' if isinstance(e, json.JSONDecodeError) else ''
         raise QatError(f'{flag} {path}: no JSON, or not all of it{where}; {EXPORT}') from e
 
@@ -145,13 +146,9 @@ def _visible(content: object) -> object:
     """Make all text in the content of a JSON file printable: names are printed, drawn and compared with each other."""
     if isinstance(content, dict):
         return {visible(key): _visible(value) for key, value in content.items()}
-    return (
-        [_visible(value) for value in content]
-        if isinstance(content, list)
-        else visible(content)
-        if isinstance(content, str)
-        else content
-    )
+    if isinstance(content, list):
+        return [_visible(value) for value in content]
+    return visible(content) if isinstance(content, str) else content
 
 
 def _texts(raw: dict[str, object], *keys: str) -> list[str]:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from utils.qat.core.command import command
 from utils.qat.core.errors import QatError, reporting
 from utils.qat.core.files import MADE_BY, sha256, write_json
-from utils.qat.untrusted.json_schema import INDEX, NONE, anything, misfit, read_json
+from utils.qat.untrusted.json_schema import INDEX, NONE, anything, first_wrong, items, misfit, read_json
 
 if TYPE_CHECKING:
     import torch
@@ -23,16 +23,12 @@ if TYPE_CHECKING:
 VERSION = 1  # of the sidecar's content
 
 
-def _is_shape(value: object) -> bool:
-    return type(value) is list and bool(value) and all(map(INDEX, value))
-
-
 CONTENT = {  # what is read of a sidecar
     'sidecar': int,
     'built_by': str,
     'gpu': (NONE, {'name': str, 'capability': str}),
     'bytes': INDEX,
-    'inputs': {str: dict.fromkeys(('min', 'opt', 'max'), _is_shape)},
+    'inputs': {str: dict.fromkeys(('min', 'opt', 'max'), items(INDEX, 1))},
     'metadata': {str: str},
     'onnx?': str,
     'weights?': str,
@@ -101,16 +97,10 @@ def read_sidecar(engine: Path) -> dict[str, Any] | None:
         content = read_json(file)
         if type(content) is not dict or content.get('sidecar') != VERSION:
             raise QatError(f'{file}: not written by this version of the tool; {again}')
-        if wrong := misfit(content, CONTENT) or _lacking(content):
+        sourceless = content.keys().isdisjoint(('onnx', 'weights'))
+        if wrong := misfit(content, CONTENT) or first_wrong({'onnx': sourceless, 'inputs': not content['inputs']}):
             raise ValueError(f'{wrong} is missing, or not what it writes')
     return content
-
-
-def _lacking(content: dict[str, object]) -> str | None:
-    """Return the first required entry that a sidecar lacks; None if it is complete."""
-    if 'onnx' not in content and 'weights' not in content:
-        return 'onnx'
-    return None if content['inputs'] else 'inputs'
 
 
 def require_fit(engine: Path, content: dict[str, Any], product: str, gpu: dict[str, str] | None) -> None:

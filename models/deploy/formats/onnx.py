@@ -40,11 +40,10 @@ from utils.qat.graph.padding import Padding, pad
 from utils.qat.graph.parts import read_whole
 from utils.qat.vendors.graphs import graph_of
 from utils.qat.vendors.onnxruntime.session import run_graph
+from utils.qat.vendors.session import IMAGES, OUTPUTS
 from utils.qat.vendors.tensorrt import half as onnx_half
 from utils.qat.vendors.tensorrt.sums import split_sums
 from utils.qat.vendors.vendor import Target
-
-OUTPUTS = 'output0', 'output1'  # predictions, and prototypes of a segmentation model
 
 
 @dataclass(kw_only=True)
@@ -69,10 +68,10 @@ def _trace(model: Network, images: torch.Tensor, path: Path, opset: int, dynamic
             (images,),
             str(path),
             opset_version=opset,
-            input_names=['images'],
+            input_names=[IMAGES],
             output_names=list(outputs),
             do_constant_folding=True,
-            dynamic_axes={name: {0: 'batch'} for name in ('images', *outputs)} if dynamic else None,
+            dynamic_axes={name: {0: 'batch'} for name in (IMAGES, *outputs)} if dynamic else None,
         )
 
 
@@ -193,7 +192,7 @@ def export_onnx(
         onnx_passes.set_metadata(graph, **metadata_of(model, kept_float, made_for), **simulated, **read)
         checked(graph, tmp)
 
-        computed = run_graph(graph, {'images': reference.images})
+        computed = run_graph(graph, {IMAGES: reference.images})
         agreement = reference.require_agreement(computed, 'ONNX Runtime', 'FP16' if half else 'FP32')
         if layout:
             graph = checked(layout(graph), tmp)

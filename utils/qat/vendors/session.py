@@ -13,6 +13,9 @@ from typing_extensions import Self
 
 from utils.qat.config.tables import BACKENDS, DEFAULT_TARGET, TARGETS, load_target
 
+# Names of the tensors of a file without NMS: images → predictions, and prototypes of a segmentation model
+IMAGES, OUTPUTS = 'images', ('output0', 'output1')
+
 
 @dataclass
 class Signature:

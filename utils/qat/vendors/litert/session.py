@@ -23,13 +23,12 @@ from typing_extensions import override
 from utils.qat.core.command import run_apart
 from utils.qat.core.errors import QatError, reporting
 from utils.qat.vendors.measured import Measured, ModelFile, OpenInputs
-from utils.qat.vendors.session import Session, Signature
+from utils.qat.vendors.session import IMAGES, OUTPUTS, Session, Signature
 
 METADATA = 'metadata.json'  # member of the zip file that is appended to a .tflite file, where Ultralytics' package looks for it
 LARGEST_METADATA = 4_000_000  # bytes
 INSTALL = 'pip install --no-deps -r requirements-litert.txt'
 AGAIN = 'write it again with export_qat.py --include litert'
-IMAGES, OUTPUTS = 'images', ('output0', 'output1')  # as an ONNX file names them
 WEIGHTED = {'CONV_2D', 'DEPTHWISE_CONV_2D', 'TRANSPOSE_CONV', 'FULLY_CONNECTED'}
 TRIAL_SECONDS = 300
 TRIAL = """

@@ -12,10 +12,7 @@ from typing_extensions import override
 from utils.qat.core.errors import QatError, one_line, reporting
 from utils.qat.untrusted.program_archive import archive_of, is_package, read_program
 from utils.qat.vendors.measured import Measured, ModelFile
-from utils.qat.vendors.session import Session, Signature
-
-OUTPUTS = 'output0', 'output1'  # as an ONNX file names them
-IMAGES = 'images'
+from utils.qat.vendors.session import IMAGES, OUTPUTS, Session, Signature
 
 
 def require_pt2(who: str) -> None:

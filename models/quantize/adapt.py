@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from models.quantize.activations import exchanges
 from models.quantize.finetuning.loop import Epoch, Learning, finetune
+from utils.qat.core.log import unshown
 from utils.qat.core.upstream import Network
 from utils.qat.data.loaders import Images
 
@@ -16,7 +17,7 @@ def adapt(
     teacher: Network,
     images: Images | Sequence,
     how: Learning,
-    progress: Callable[[Iterator, int, int], Iterable] | None = None,
+    progress: Callable[[Iterator, int, int], Iterable] = unshown,
     after: Epoch | None = None,
 ) -> Iterator[Epoch]:
     """Teach an exchanged float model (see activations.exchanged) in place, and yield after each epoch, see loop.finetune.

@@ -21,6 +21,7 @@ from models.quantize.network import layers as layers_of
 from utils.qat.backends.pytorch import task_of
 from utils.qat.core.distributed import take_from_first
 from utils.qat.core.errors import QatError
+from utils.qat.core.log import unshown
 from utils.qat.core.upstream import Network
 from utils.qat.data.loaders import Images
 
@@ -77,7 +78,7 @@ def finetune(
     teacher: Network,
     loader: Images | Sequence,
     how: Learning,
-    progress: Callable[[Iterator, int, int], Iterable] | None = None,
+    progress: Callable[[Iterator, int, int], Iterable] = unshown,
     after: Epoch | None = None,
     begin: Callable[[float], object] = lambda done: None,
 ) -> Iterator[Epoch]:
@@ -129,7 +130,7 @@ def finetune(
         losses: list[torch.Tensor] = []
         batches = islice(loader, per_epoch)
         try:
-            for batch in progress(batches, number, per_epoch) if progress else batches:
+            for batch in progress(batches, number, per_epoch):
                 done = (number - 1) * per_epoch + len(losses)
                 step.set_rate(learning_rate_share(done, total))
                 begin(done / total)

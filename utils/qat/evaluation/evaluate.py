@@ -13,6 +13,7 @@ from utils.qat.backends.detections import prepared
 from utils.qat.config.tasks import load_task
 from utils.qat.core.distributed import from_first, is_first, merged
 from utils.qat.core.files import write_text
+from utils.qat.core.log import unshown
 from utils.qat.data.loaders import Loader
 from utils.qat.evaluation.detection_scores import coco_figures
 from utils.qat.evaluation.metrics import Metrics
@@ -38,7 +39,7 @@ def evaluate(
     conf_thres: float = 0.001,
     iou_thres: float = 0.7,
     max_det: int = 300,
-    progress: Callable[..., Iterable[tuple]] | None = None,
+    progress: Callable[..., Iterable[tuple]] = unshown,
     annotations: Path | None = None,
     predictions_file: Path | None = None,
     resample: bool = False,
@@ -57,7 +58,7 @@ def evaluate(
     seconds = dict.fromkeys(('pre', 'inference', 'nms'), 0.0)
     categories = coco80_to_coco91_class() if annotations else list(range(len(names)))
     scorer = task.scorer(names, categories if annotations or predictions_file else None)
-    for batch in progress(loader) if progress else loader:
+    for batch in progress(loader):
         with timed(seconds, 'pre', device):
             images, truth = prepared(batch, device)
         with timed(seconds, 'inference', device):

@@ -41,16 +41,11 @@ def parse_args(argv: Sequence[str] | None) -> CompareConfig:
     return read(CompareConfig, argv, __doc__.splitlines()[0])
 
 
-def listed(config: CompareConfig) -> str:
-    """List the models for a message."""
-    return ', '.join(map(str, config.models))
-
-
 def require_alike(config: CompareConfig, models: Sequence[FileModel | TorchModel]) -> Task:
     """Return the task of the models. Raises QatError for a mixture."""
     tasks = [task for task in map(load_task, TASKS) if task in {m.task for m in models}]
     if len(tasks) > 1:
-        raise QatError(f'{listed(config)}: one is {tasks[0].title} and the other {tasks[1].title}')
+        raise QatError(f'{", ".join(map(str, config.models))}: one is {tasks[0].title} and the other {tasks[1].title}')
     return tasks[0]
 
 

@@ -10,11 +10,10 @@ import torch
 
 from utils.qat.benchmark.model_files import shapes_of
 from utils.qat.config.deploy import BenchmarkConfig
-from utils.qat.config.settings import Sides
 from utils.qat.config.tables import BACKENDS
 from utils.qat.core.errors import QatError
 from utils.qat.vendors.load import measured_by, require_named
-from utils.qat.vendors.measured import Inputs, Measurement, ModelFile
+from utils.qat.vendors.measured import Measurement, ModelFile
 
 
 def measurements_of(
@@ -57,26 +56,17 @@ def _of_backend(
     asked = config.precision or possible
     if impossible := [p for p in asked if p not in possible]:
         refused[f'--precision {",".join(impossible)}: {_not_possible(model, backend, impossible, device)}'] = True
+    accepted = model.inputs
+    if backend == 'pytorch':  # a checkpoint takes any batch
+        accepted = {name: (dtype, (None, *shape[1:])) for name, (dtype, shape) in accepted.items()}
     for precision in [p for p in asked if p in possible]:
         for imgsz, batch in product(config.sizes or model.sizes, config.batch or model.batches):
             try:
-                inputs = inputs_of(model, backend, batch, imgsz)
+                inputs = shapes_of(accepted, batch, imgsz, model.file)
             except QatError as e:
                 refused[str(e)] = True
             else:
                 yield Measurement(model, backend, precision, imgsz, batch, inputs)
-
-
-def inputs_of(model: ModelFile, backend: str, batch: int, imgsz: Sides | None) -> Inputs:
-    """Return the inputs of a measurement; a checkpoint takes any batch. imgsz: None = height and width of the file.
-
-    Raises:
-        QatError: the file does not take such inputs.
-    """
-    inputs = model.inputs
-    if backend == 'pytorch':
-        inputs = {name: (dtype, (None, *shape[1:])) for name, (dtype, shape) in inputs.items()}
-    return shapes_of(inputs, batch, imgsz, model.file)
 
 
 def _without_checkpoint(model: ModelFile, backend: str) -> str:

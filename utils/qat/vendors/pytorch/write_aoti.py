@@ -45,12 +45,6 @@ def _scratch() -> TemporaryDirectory:
     return TemporaryDirectory(prefix='yolov9-qat-inductor-')
 
 
-def _silence() -> None:
-    """Silence the start-up messages of torchao and the compiler."""
-    for name in ('torch.utils._pytree', 'torch.utils.cpp_extension'):
-        logging.getLogger(name).setLevel(logging.ERROR)
-
-
 @contextlib.contextmanager
 def _own_environment() -> Iterator[None]:
     """Let the compiler write to a temporary folder, unless the user's environment names another, and run nothing of the current folder.
@@ -72,7 +66,8 @@ def _own_environment() -> Iterator[None]:
 
 def require_compiler(device: torch.device, quantized: bool, half: bool) -> None:
     """Raise QatError if a package of such a model cannot be compiled here. half: FP16 between images and outputs."""
-    _silence()
+    for name in ('torch.utils._pytree', 'torch.utils.cpp_extension'):  # torchao and the compiler start with messages
+        logging.getLogger(name).setLevel(logging.ERROR)
     if device.type not in ('cpu', 'cuda'):
         raise QatError(f'--include aoti: for --device cpu or a GPU of NVIDIA, and this is --device {device}')
     if half and device.type == 'cpu':

@@ -15,7 +15,7 @@ from matplotlib.patches import Patch
 from utils.qat.benchmark.baseline import speed_conclusions, with_changes
 from utils.qat.benchmark.rows import Report, Row
 from utils.qat.benchmark.tables import csv_text, markdown_tables, precision_table, series, short_table, with_short_names
-from utils.qat.core.files import write_json, write_picture, write_text
+from utils.qat.core.files import write_document, write_json, write_picture, write_text
 from utils.qat.core.machine import machine_table
 from utils.qat.core.text import Markdown, escaped, image, literal
 from utils.qat.evaluation.score_tables import PALE
@@ -167,16 +167,15 @@ def with_clock(report: Report) -> dict[str, object]:
     }
 
 
-def markdown(report: Report) -> str:
-    """Make benchmark.md from the content of benchmark.json, with short names."""
+def parts_of(report: Report) -> list[str]:
+    """Make the parts of benchmark.md, see files.write_document, from the content of benchmark.json with short names."""
     settings = report['settings']
     left_out = [f'- {escaped(line)}' for line in report['left_out']]
     results, disturbed = report['results'], disturbance(report['results'])
     made, scored = notes(results), max((r['accuracy']['images'] for r in results if r['accuracy']), default=0)
     classes = any('top1' in r['accuracy'] for r in results if r['accuracy'])
     prepared = 'their middle in' if classes else 'letterboxed to'
-    parts = [
-        '# Benchmark',
+    return [
         f'{settings["duration"]:g} s each, after {settings["warmup"]:g} ms to warm up, the files of one batch and image size in turns. Times are medians in ms. What the figures mean and '
         'which can be compared: docs/benchmark.md of yolov9-qat.',
         '\n'.join(map(escaped, speed_conclusions(results))),
@@ -196,7 +195,6 @@ def markdown(report: Report) -> str:
         image('throughput', 'throughput.png'),
         *[image('memory and utilisation', 'usage.png')] * bool(report['usage']),
     ]
-    return '\n\n'.join(parts) + '\n'
 
 
 def write_benchmark(folder: Path, report: Report) -> list[str]:
@@ -213,6 +211,6 @@ def write_benchmark(folder: Path, report: Report) -> list[str]:
     plot_throughput(folder / 'throughput.png', short['results'])
     if report['usage']:
         plot_usage(folder / 'usage.png', short)
-    write_text(folder / 'benchmark.md', markdown(short))
+    write_document(folder / 'benchmark.md', 'Benchmark', parts_of(short))
     simulated = [r for r in short['results'] if r['types'] == SIMULATED]
     return [short_table(short['results']), '\n'.join([*notes(simulated), *speed_conclusions(short['results'])])]

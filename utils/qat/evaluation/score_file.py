@@ -253,7 +253,7 @@ def score_file(config: EvalConfig, load_model: Load, resample: bool) -> Score:
             )
         on_first(write_scores)(score, following)
     LOGGER.info('  '.join(f'{k} {v} ms' for k, v in metrics.ms_per_image.items()) + ' per image')
-    for line in predict.notes if exported else ():
+    for line in predict.notes:
         LOGGER.log(RESULT, line)
     LOGGER.log(RESULT, f'\n{metrics.images} images {seen}\n\n' + '\n\n'.join(tables(score)) + '\n')
     finish(following, results=folder, report=folder / 'report.md')

@@ -42,10 +42,6 @@ class Learning:
     boxes: bool = False  # whether the divergence of the boxes counts, of a head that is known
 
 
-class UnfitState(QatError):
-    """The state to continue from does not fit the student; the message names the place in it."""
-
-
 @dataclass
 class Epoch:
     """The result of one epoch of fine-tuning."""
@@ -85,7 +81,7 @@ def finetune(
     """Fine-tune `student` in place, and yield after each epoch, so that the caller can score and save the student.
 
     Under torchrun each process has its own loader. All loaders have the same length, and a step follows the mean of the
-    gradients of all processes. Raises UnfitState if `after` does not fit, and QatError if the loss or a gradient is not finite:
+    gradients of all processes. Raises training_step.UnfitState if `after` does not fit, and QatError if the loss or a gradient is not finite:
     the step is skipped, and the message names the first layer or parameter.
 
     Args:
@@ -120,10 +116,7 @@ def finetune(
         raise QatError('fine-tuning: takes images, and epochs of 1 or more')
 
     if after:
-        try:
-            step.load_state_dict(after.state)
-        except ValueError as e:
-            raise UnfitState(str(e)) from e
+        step.load_state_dict(after.state)
         yield after
     for number in range(after.number + 1 if after else 1, how.epochs + 1):
         start = time.perf_counter()

@@ -27,6 +27,7 @@ from models.quantize.network import head_of, removed_after
 from models.quantize.network import layers as layers_of
 from models.quantize.quantizers import QMIN, FixedScales, gpu_kernels
 from utils.qat.core.distributed import all_reduce, world_size
+from utils.qat.core.errors import QatError
 from utils.qat.core.upstream import Network
 
 # Squared relative error, 80 dB below the teacher: where student and teacher agree, the root's gradient stays finite
@@ -106,6 +107,10 @@ def box_divergence(outputs: object, wanted: object, bins: int) -> torch.Tensor:
         sums.append(torch.stack((apart.sum(), weights.sum())))
     total, weight = torch.stack(sums).sum(0)
     return total / (all_reduce(weight.detach().clone()) / world_size()).clamp(min=1e-12)
+
+
+class UnfitState(QatError):
+    """The state to continue from does not fit the student; the message names the place in it."""
 
 
 class NotFinite(Exception):
@@ -263,10 +268,10 @@ class TrainingStep:
     def load_state_dict(self, state: StepState) -> None:
         """Continue from the `state_dict` of another TrainingStep, whose student has the same layers and quantizers.
 
-        Raises ValueError, and changes nothing, if the state does not fit.
+        Raises UnfitState, and changes nothing, if the state does not fit.
         """
         if wrong := self._unlike(state):
-            raise ValueError(wrong)
+            raise UnfitState(wrong)
         for name, tensor in self._tensors().items():
             tensor.copy_(state['tensors'][name])
         # Copies, because the optimizer writes into its state

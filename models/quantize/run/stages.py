@@ -12,7 +12,8 @@ from functools import partial
 from models.quantize.activations import exchanged, exchanges, finish_exchange, restore
 from models.quantize.adapt import RATE, adapt
 from models.quantize.calibration.ptq import calibrated
-from models.quantize.finetuning.loop import Epoch, Learning, UnfitState, finetune
+from models.quantize.finetuning.loop import Epoch, Learning, finetune
+from models.quantize.finetuning.training_step import UnfitState
 from models.quantize.kept import Kept, within_budget
 from models.quantize.run.run import UNSCORED, Run, Work
 from models.quantize.run.scorer import change_by, score, score_float

@@ -91,6 +91,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     from models.deploy.load import load_model
     from utils.qat.core.machine import machine, select_device
     from utils.qat.evaluation.compare_report import write_comparison
+    from utils.qat.evaluation.score_file import FAIR_CONF, note_of_threshold
 
     for number, file in enumerate(config.models):
         require_file(file, 'B' if number else 'A', CHECKPOINTS + EXPORTED)
@@ -100,9 +101,16 @@ def main(argv: Sequence[str] | None = None) -> None:
         models = [load_model(file, device, backend) for file, backend in zip(config.models, backends)]
         task = require_alike(config, models)
         size = image_size(config.imgsz, *models)
+        notes = (
+            [note_of_threshold(model, file, FAIR_CONF) for model, file in zip(models, config.models)]
+            if config.data
+            else []
+        )
+        for note in filter(None, notes):
+            LOGGER.warning(note)
         comparisons, examples = compare_images(config, models, task, device, size)
         following = after_scoring(config.others[-1], size, models[-1].target, backends[-1])
-        verdict = write_comparison(folder, config, task, comparisons, examples, size, machine(device), following)
+        verdict = write_comparison(folder, config, task, comparisons, examples, size, machine(device), following, notes)
     others = ', '.join(map(str, config.others))
     images = f'{comparisons[0]["images"]} images of {size[0]} x {size[1]}'
     LOGGER.log(RESULT, f'{others} compared with {config.reference}, {images}\n\n{verdict}\n')

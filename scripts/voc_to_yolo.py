@@ -49,8 +49,8 @@ def read_voc(file: Path) -> ElementTree.Element:
         return ElementTree.fromstring(text)
 
 
-def objects(file: Path) -> list[tuple[str, list[float]]]:
-    """Read the objects of an XML file that are not difficult: class, and corners in pixels."""
+def objects(file: Path) -> list[tuple[str, list[float], bool]]:
+    """Read the objects of an XML file: class, corners in pixels, and whether it is marked as difficult."""
     boxes = []
     for i, thing in enumerate(read_voc(file).iter('object')):
         name, box = thing.findtext('name', '').strip(), thing.find('bndbox')
@@ -58,13 +58,12 @@ def objects(file: Path) -> list[tuple[str, list[float]]]:
             raise QatError(f'{file}: object {i} has no {"bndbox" if name else "name"}; {REMEDY}')
         with reporting(f'{file}: object {i}: the corners of its bndbox', ValueError, remedy=REMEDY):
             corners = [float(box.findtext(corner, '')) for corner in CORNERS]
-        if thing.findtext('difficult', '0').strip() != '1':
-            boxes.append((name, corners))
+        boxes.append((name, corners, thing.findtext('difficult', '0').strip() == '1'))
     return boxes
 
 
 def labels(
-    images: Mapping[str, Path], files: Mapping[str, list[tuple[str, list[float]]]], numbers: Mapping[str, int]
+    images: Mapping[str, Path], files: Mapping[str, list[tuple[str, list[float], bool]]], numbers: Mapping[str, int]
 ) -> dict[Path, str]:
     """Make the labels of the images that have an XML file: file → text. images, files: by the name without suffix."""
     from PIL import Image
@@ -73,7 +72,7 @@ def labels(
     for stem in bar(sorted(images.keys() & files.keys()), 'converting', unit='images'):
         with reporting(f'{images[stem]}: no image', OSError, remedy=REMEDY), Image.open(images[stem]) as image:
             width, height = image.size  # that of the XML file is 0 or another in many data sets
-        rows = [line(corners, width, height, numbers[name]) for name, corners in files[stem]]
+        rows = [line(corners, width, height, numbers[name]) for name, corners, hard in files[stem] if not hard]
         made[label_of(images[stem].resolve())] = ''.join(f'{row}\n' for row in rows if row)
     return made
 
@@ -82,10 +81,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Run the command. argv: None = the words of this process."""
     args = parse_args(argv)
     files = {f.stem: objects(f) for f in bar(sorted(args.annotations.glob('*.xml')), 'reading', unit='files')}
-    names = args.names or sorted({name for things in files.values() for name, _ in things})
+    names = args.names or sorted({name for things in files.values() for name, _, hard in things if not hard})
     class_names(names, '--names' if args.names else f'ANNOTATIONS {args.annotations}')
     for stem, things in files.items():
-        if unknown := {name for name, _ in things}.difference(names):
+        if unknown := {name for name, _, hard in things if not hard}.difference(names):
             raise QatError(
                 f'{args.annotations / stem}.xml: {min(unknown)!r} is no class of --names {" ".join(names)}; add it'
             )
@@ -97,10 +96,12 @@ def main(argv: Sequence[str] | None = None) -> None:
             'a.xml for a.jpg; give their folders'
         )
     missing = len(images) - len(made)
-    left_out = f'{missing} of {len(images)} images have no XML file in {args.annotations} and got no label' * bool(
+    hard = sum(is_hard for stem in images.keys() & files.keys() for *_, is_hard in files[stem])
+    left_out = [f'{missing} of {len(images)} images have no XML file in {args.annotations} and got no label'] * bool(
         missing
     )
-    write_labels(made, names, args.exist_ok, left_out)
+    left_out += [f'{hard} objects that are marked as difficult are left out'] * bool(hard)
+    write_labels(made, names, args.exist_ok, '; '.join(left_out))
 
 
 if __name__ == '__main__':

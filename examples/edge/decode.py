@@ -51,11 +51,14 @@ if __name__ == '__main__':
     import cv2
     from ai_edge_litert.interpreter import Interpreter
 
+    picture = cv2.imread(sys.argv[2]) if len(sys.argv) == 3 else None
+    if picture is None:
+        sys.exit('decode.py FILE.tflite IMAGE: a file of --layout coral, and a picture that OpenCV reads')
     model = Interpreter(sys.argv[1])
     model.allocate_tensors()
     (given,), returned = model.get_input_details(), {each['name']: each for each in model.get_output_details()}
     size = given['shape'][1:3]
-    image, ratio, shift = letterbox(np.asarray(cv2.imread(sys.argv[2]))[..., ::-1], size[0], size[1])
+    image, ratio, shift = letterbox(picture[..., ::-1], size[0], size[1])
     model.set_tensor(given['index'], image[None])
     model.invoke()
     outputs = [returned[name] for name in ('boxes', 'scores')]

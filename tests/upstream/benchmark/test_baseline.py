@@ -13,7 +13,7 @@ from helpers.zoo import command as run
 
 from models.deploy.formats.onnx import export_onnx
 from test_benchmark import opened
-from utils.qat.benchmark.baseline import baseline_of, speed_conclusions
+from utils.qat.benchmark.baseline import baseline_of, int8_gains, speed_conclusions
 from utils.qat.benchmark.tables import precision_table
 from utils.qat.config.deploy import BenchmarkConfig, image_sizes
 from utils.qat.core.errors import QatError
@@ -123,7 +123,7 @@ def test_no_image_sizes(given):
 
 
 def row(given, backend='ONNX Runtime', precision='fp32', batch=1, size=(64, 64)):
-    return {'given': given, 'backend': backend, 'precision': precision, 'batch': batch, 'imgsz': size}
+    return {'given': given, 'backend': backend, 'precision': precision, 'batch': batch, 'imgsz': size, 'outputs': 1}
 
 
 def result(backend, precision, batch, ms, size=(64, 64), types=None, model=None):
@@ -141,6 +141,17 @@ def result(backend, precision, batch, ms, size=(64, 64), types=None, model=None)
         'parameters': None,
         'size_bytes': 1,
     }
+
+
+def test_a_file_with_nms_inside_is_compared_with_its_like():
+    """Not with a faster float file that leaves NMS to the program; without its like it has no gain."""
+    plain = result('OpenVINO', 'fp32', 1, 30.0), result('OpenVINO', 'bf16', 1, 20.0)
+    inside = {**result('OpenVINO', 'int8', 1, 40.0, model='end2end.onnx'), 'outputs': 4}
+    its_like = {**result('OpenVINO', 'bf16', 1, 60.0, model='float-end2end.onnx'), 'outputs': 4}
+    assert [*int8_gains([*plain, inside])] == []
+    (gain,) = int8_gains([*plain, inside, its_like])
+    assert gain.times == 1.5
+    assert baseline_of(inside, [*plain, inside, its_like]) is its_like and baseline_of(inside, [*plain, inside]) is None
 
 
 def test_int8_is_compared_with_the_fastest_float_precision():

@@ -1,7 +1,7 @@
 """Compare the rows of a benchmark: each with its baseline, another row, and INT8 with the fastest float precision."""
 
 from collections.abc import Iterator, Sequence
-from itertools import groupby, product
+from itertools import groupby
 from pathlib import Path
 from typing import NamedTuple
 
@@ -17,14 +17,15 @@ ACCURACIES = {'ap': 'AP', 'ap50': 'AP50', 'precision': 'P', 'recall': 'R', 'top1
 def baseline_of(result: Row, results: Sequence[Row], wanted: str | None = None) -> Row | None:
     """Find the baseline of a row: another at the same batch and image size.
 
-    `wanted` is the value of --baseline. None: the same file in FP32 (or FP16, BF16), else the float file, in the same
-    backend. A file: this file in the same backend, or in the only backend that ran it. A backend: the same file in FP32
+    `wanted` is the value of --baseline. None: the same file in FP32 (or FP16, BF16), else the float file with as many
+    outputs, in the same backend. A file: this file in the same backend, or in the only backend that ran it. A backend: the same file in FP32
     there, else the float file. If no row or several rows qualify, no baseline is chosen.
     """
     there = [r for r in results if (r['batch'], r['imgsz']) == (result['batch'], result['imgsz'])]
     if wanted is None or wanted in BACKENDS:
         backend = BACKENDS[wanted].title if wanted else result['backend']
         there = [r for r in there if r['precision'] in FLOATS and r['backend'] == backend]
+        there = [r for r in there if wanted or r['outputs'] == result['outputs']]
         there = [r for r in there if r['given'] == result['given']] or there
     else:
         there = [r for r in there if wanted in (r['given'], Path(r['given']).name)]
@@ -85,7 +86,10 @@ class Gain(NamedTuple):
 
 
 def int8_gains(results: Sequence[Row]) -> Iterator[Gain]:
-    """Compare each INT8 file with the fastest float precision, in each backend and image size, at each batch that has both."""
+    """Compare each INT8 file with the fastest float precision of a file with as many outputs (NMS inside has more).
+
+    In each backend and image size, at each batch that has both.
+    """
 
     def place(result: Row) -> tuple[str, list[int], int]:
         return result['backend'], list(result['imgsz'] or ()), result['batch']
@@ -94,9 +98,11 @@ def int8_gains(results: Sequence[Row]) -> Iterator[Gain]:
     files = dict.fromkeys(r['model'] for r in results if is_int8(r))
     for (backend, imgsz, batch), group in groupby(sorted(results, key=place), place):
         rows = sorted(group, key=lambda r: r['latency']['median'])
-        floats = [r for r in rows if r['precision'] in FLOATS]
         image = ' x '.join(map(str, imgsz)) if several else ''
-        for fastest, row in product(floats[:1], filter(is_int8, rows)):
+        for row in filter(is_int8, rows):
+            floats = (r for r in rows if r['precision'] in FLOATS and r['outputs'] == row['outputs'])
+            if not (fastest := next(floats, None)):
+                continue
             times = fastest['latency']['median'] / row['latency']['median']
             name = row['model'] if len(files) > 1 else ''
             yield Gain(name, backend, image, batch, fastest['precision'].upper(), times)

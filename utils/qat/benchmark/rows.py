@@ -23,6 +23,7 @@ class Facts(TypedDict):
     size_bytes: int
     parameters: int | None
     layers: int | None
+    outputs: int  # their number
     streams: int | None
     notes: list[str]  # on how the engine ran it
 

@@ -91,6 +91,7 @@ class Running:
             'size_bytes': measured.size,
             'parameters': measured.parameters or model.parameters,
             'layers': measured.layers or model.layers,
+            'outputs': len(measured.outputs),
             'streams': measured.streams,
             'notes': list(measured.notes),
         }

@@ -45,10 +45,12 @@ class Score:
     seen: str  # preparation of the images, in words
     metrics: Metrics
     baseline: Metrics | None
+    note: str = ''  # why its AP does not compare with others, see `note_of_threshold`
 
     def record(self) -> dict[str, object]:
         """Return the scores with the preparation of the images and the times, as JSON has them."""
-        return {'seen': self.seen, **self.metrics.to_json(), 'times': {'ms_per_image': self.metrics.ms_per_image}}
+        times = {'times': {'ms_per_image': self.metrics.ms_per_image}}
+        return {'seen': self.seen, **self.metrics.to_json(), **times, **({'note': self.note} if self.note else {})}
 
     def beside_baseline(self) -> dict[str, Metrics]:
         """Return the metrics by the names of their files, those of the baseline first."""
@@ -79,7 +81,7 @@ def tables(score: Score) -> list[str]:
         titles = 'pycocotools', *(key.upper() for key in metrics.coco)
         rows = [(part, *(f'{v:.4f}' for v in figures.values())) for part, figures in parts.items()]
         of_coco.append(markdown_table(titles, rows))
-    return [*compared, class_table(metrics), *of_coco]
+    return [*[escaped(score.note)] * bool(score.note), *compared, class_table(metrics), *of_coco]
 
 
 def write_scores(score: Score, following: str) -> None:
@@ -103,7 +105,8 @@ def write_several(folder: Path, scores: Sequence[Score], config: EvalConfig) -> 
     records = [{'model': s.config.weights, **s.record(), 'against_first': d} for s, d in zip(scores, (None, *against))]
     settings = {**asdict(config), 'weights': [score.config.weights for score in scores]}
     links = ', '.join(link(f'../{score.folder.name}/report.md') for score in scores)
-    parts = table, f'({EXPLAINED}.)', f'By class: {links}'
+    notes = [escaped(score.note) for score in scores if score.note]
+    parts = *notes, table, f'({EXPLAINED}.)', f'By class: {links}'
     _write_report(folder, scores, settings, {'models': records}, models, parts)
     return table
 
@@ -222,7 +225,7 @@ def score_file(config: EvalConfig, load_model: Load, resample: bool) -> Score:
         if baseline:
             with naming(f'--baseline {config.baseline}'):
                 baseline.task.load_data(config.data, baseline, names_from=config.names_from)
-        square = config.square or exported
+        square = config.square or exported or isinstance(baseline, FileModel)
         loader = Loaders(data, config, predict.stride, shard=(rank(), world_size())).scored(square)
         require_annotations(data, loader.dataset.im_files)
 
@@ -230,7 +233,8 @@ def score_file(config: EvalConfig, load_model: Load, resample: bool) -> Score:
         on_first(log_to)(folder / 'log.txt')
         seen = predict.task.seen_as(config.imgsz, square)
         LOGGER.info(f'{config.weights} on {describe(device)}, images {seen}')
-        warn_of_threshold(predict, config)
+        if note := note_of_threshold(predict, config.weights, config.conf_thres):
+            LOGGER.warning(note)
 
         how, shown = (loader, data.names, device, config.conf_thres, config.iou_thres), partial(bar, text='evaluating')
         predictions = folder / 'predictions.json' if config.save_json else None
@@ -243,7 +247,7 @@ def score_file(config: EvalConfig, load_model: Load, resample: bool) -> Score:
         before = evaluate(baseline, *how, progress=shown, resample=resample) if baseline else None
         if isinstance(before, ClassMetrics) and isinstance(metrics, ClassMetrics):
             vars(metrics).update(distance(metrics.scores, before.scores))
-        score = Score(config, folder, device, seen, metrics, before)
+        score = Score(config, folder, device, seen, metrics, before, note)
         if isinstance(predict, FileModel) or predict.recipe:
             following = after_scoring(config.weights, config.imgsz, predict.target, config.backend)
         else:
@@ -260,22 +264,23 @@ def score_file(config: EvalConfig, load_model: Load, resample: bool) -> Score:
     return score
 
 
-def warn_of_threshold(predict: Model, config: EvalConfig) -> None:
-    """Warn if low-scored detections are left out.
+def note_of_threshold(predict: Model, file: Path, conf_thres: float) -> str:
+    """Say that low-scored detections are left out, by --conf-thres or inside the file; '' if none are.
 
     The precision-recall curve then ends early. The definition of AP continues it by a straight line to recall 1 and
     precision 0, as if the missing detections existed.
     """
     whose, fair = '--conf-thres', 'leave --conf-thres out'
-    conf: float | None = config.conf_thres
+    conf: float | None = conf_thres
     if predict.end2end:
         conf, whose = predict.conf_thres, 'inside the file'
         fair = 'export it with --conf-thres 0.001 --iou-thres 0.7 --topk-all 300'
-    if predict.task.boxes and conf is not None and conf > FAIR_CONF:
-        LOGGER.warning(
-            f'{config.weights}: scores up to {conf:g} are left out ({whose}), and AP continues the curve that ends there: it '
-            f'comes out too high. For a figure that compares with others {fair}'
-        )
+    if not predict.task.boxes or conf is None or conf <= FAIR_CONF:
+        return ''
+    return (
+        f'{file}: scores up to {conf:g} are left out ({whose}), and AP continues the curve that ends there: it '
+        f'comes out too high. For a figure that compares with others {fair}'
+    )
 
 
 def _require_alike(predict: Model, baseline: Model, config: EvalConfig) -> None:

@@ -68,7 +68,7 @@ def plot_ap(path: Path, state: State) -> None:
     low, high = axes.get_ylim()
     wider = max(0, NARROWEST - (high - low)) / 2
     axes.set_ylim(low - wider, high + wider)
-    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
     axes.set(
         xlabel='epoch',
         ylabel='AP (IoU 0.50:0.95)' if title == 'AP' else f'{title} accuracy',
@@ -211,7 +211,8 @@ def conclusions(state: State) -> list[str]:
         said.append('Fine-tuning did not help: no epoch scores higher than PTQ, which is delivered.')
     elif gain:
         unclear = ': whether it helped is not known' if within_interval(gain) else ''
-        said.append(f'Fine-tuning against PTQ: {in_words(gain, title)}{unclear}.')
+        merit = f'the mean {title} of boxes and masks' if against and 'mask' in against else title
+        said.append(f'Fine-tuning against PTQ: {in_words(gain, merit)}{unclear}.')
     if best:
         said.append(
             f'The best is the highest of {len(state.epochs) + (PTQ in scored)} on the {state.images[state.chosen_on]} images '

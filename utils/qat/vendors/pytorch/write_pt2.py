@@ -21,6 +21,8 @@ from utils.qat.core.upstream import Network
 from utils.qat.vendors.load import open_file
 from utils.qat.vendors.pytorch.pt2 import require_pt2
 
+LOADED = 'a program that loads it imports torch.ao.quantization.fx._decomposed first, which has its operators'
+
 
 class AnyBatch:
     """Value of `head.shape` that equals every shape: anchors from images of the traced size fit every batch."""
@@ -114,7 +116,7 @@ class Pt2Format(Format):
             torch.export.save(program, tmp, extra_files={'metadata.json': metadata})
             computed, typing = open_file(tmp, images.device, 'pt2')(images), 'FP16' if config.half else 'FP32'
             agreement = reference.require_agreement(computed, 'torch.export', typing)
-        return self.report(export, path, 'exported program', agreement)
+        return self.report(export, path, 'exported program', agreement, *[LOADED] * export.int8)
 
 
 FORMAT = Pt2Format()

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from functools import partial
+from typing import Any
 
 import numpy as np
 from onnx import ModelProto, NodeProto, helper, numpy_helper
@@ -120,7 +121,7 @@ def _by_rows(model: ModelProto, product: NodeProto, logits: Sequence[str], matri
     model.graph.initializer.extend(numpy_helper.from_array(value, f'{result}/{name}') for name, value in stored.items())
     made = list[NodeProto]()
 
-    def add(op: str, *given: str, **attributes: object) -> str:
+    def add(op: str, *given: str, **attributes: Any) -> str:
         name = f'{result}/{op}_{len(made)}'
         made.append(helper.make_node(op, given, [name], name, **attributes))
         return name

@@ -71,9 +71,9 @@ class Verification:
         scores = how.scores_table([comparison], names)
         LOGGER.log(RESULT, '\n'.join(lines) + f'\n\n{scores}' * bool(scores) + f'\nresults {file}\n')
         if beyond:
-            more = '--verify-images 0 takes all' if comparison['images'] == config.verify_images else 'more in val:'
+            more = '--verify-images 0' if comparison['images'] == config.verify_images else 'more in val'
             LOGGER.error(
                 f'{path}: above the limits of --verify: {"; ".join(beyond)}. The file stays. AP is uncertain on few images: '
-                f'use more ({more}), or set its limit with --max-ap-diff'
+                f'compare more ({more}), or set its limit with --max-ap-diff'
             )
         return not beyond

@@ -232,7 +232,7 @@ def test_the_command_prints_and_draws(start, files, evaluated, tmp_path):
     paths = sorted(path for path, *_ in evaluated)
     wanted = [line for path in paths for line in lines(files / 'plain.onnx', path, 0.3)]
     assert said.splitlines()[: len(wanted)] == wanted and len(wanted) > 20
-    assert f' in {len(paths)} images, pictures in runs/infer' in said
+    assert f' in {len(paths)} images at {SIZE} px, pictures in runs/infer' in said
     for path in paths:
         drawn, image = cv2.imread(str(tmp_path / 'runs/infer' / Path(path).name)), cv2.imread(path)
         found = detected(files / 'plain.onnx', path, 0.3)
@@ -310,7 +310,7 @@ def test_a_folder_with_folders_and_a_folder_of_pictures_for_each_run(start, file
         shutil.copy(image, tmp_path / folder)
     for pictures in ('runs/infer', 'runs/infer2'):
         said, _ = start(files / 'plain.onnx', 'some', '--save')
-        assert f' in 3 images, pictures in {pictures}\n' in said
+        assert f' in 3 images at {SIZE} px, pictures in {pictures}\n' in said
         written = {str(f.relative_to(tmp_path / pictures)) for f in (tmp_path / pictures).rglob('*.jpg')}
         assert written == {image.name, f'left/{image.name}', f'right/{image.name}'}
 

@@ -298,7 +298,16 @@ def test_an_ap_that_compares_with_no_other_is_said_to_be_so(small, tmp_path):
     ]
     warning = 'warning: .*m{}.onnx: scores up to 0.25 are left out .{}., and AP .* too high.* {}'
     said = command('qat.py', 'eval', '--weights', tmp_path / 'm-end2end.onnx', *common)
-    assert re.search(warning.format('-end2end', 'inside the file', 'export it with --conf-thres 0.001'), said)
+    inside = warning.format('-end2end', 'inside the file', 'export it with --conf-thres 0.001')
+    assert re.search(inside, said)
+    both, own = [tmp_path / 'm.pt', tmp_path / 'm-end2end.onnx'], ['--project', tmp_path, '--name']
+    command('qat.py', 'eval', '--weights', *both, '--baseline', tmp_path / 'm.onnx', *common, '--name', 'both')
+    assert re.search(inside, command('compare_outputs.py', *both, '--data', small.data, *own, 'compared'))
+    for name in ('both', 'both-m-end2end.onnx', 'compared'):
+        assert 'scores up to 0.25 are left out' in (tmp_path / name / 'report.md').read_text()
+    beside = json.loads((tmp_path / 'both-m.pt/metrics.json').read_text())
+    assert '64 x 64' in beside['seen'] and 'up to' not in beside['seen'], 'a file as baseline takes squares'
+    assert abs(beside['against_baseline']['difference']) < 0.01
     said = command('qat.py', 'eval', '--weights', tmp_path / 'm.onnx', *common, '--conf-thres', 0.25)
     assert re.search(warning.format('', '--conf-thres', 'leave --conf-thres out'), said)
     assert 'warning' not in command('qat.py', 'eval', '--weights', tmp_path / 'm.onnx', *common)

@@ -101,12 +101,9 @@ def main(argv: Sequence[str] | None = None) -> None:
         models = [load_model(file, device, backend) for file, backend in zip(config.models, backends)]
         task = require_alike(config, models)
         size = image_size(config.imgsz, *models)
-        notes = (
-            [note_of_threshold(model, file, FAIR_CONF) for model, file in zip(models, config.models)]
-            if config.data
-            else []
-        )
-        for note in filter(None, notes):
+        scored = zip(models, config.models) if config.data else ()
+        notes = [*filter(None, (note_of_threshold(model, file, FAIR_CONF) for model, file in scored))]
+        for note in notes:
             LOGGER.warning(note)
         comparisons, examples = compare_images(config, models, task, device, size)
         following = after_scoring(config.others[-1], size, models[-1].target, backends[-1])

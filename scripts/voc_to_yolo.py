@@ -63,7 +63,7 @@ def objects(file: Path) -> list[tuple[str, list[float], bool]]:
 
 
 def labels(
-    images: Mapping[str, Path], files: Mapping[str, list[tuple[str, list[float], bool]]], numbers: Mapping[str, int]
+    images: Mapping[str, Path], files: Mapping[str, list[tuple[str, list[float]]]], numbers: Mapping[str, int]
 ) -> dict[Path, str]:
     """Make the labels of the images that have an XML file: file → text. images, files: by the name without suffix."""
     from PIL import Image
@@ -72,7 +72,7 @@ def labels(
     for stem in bar(sorted(images.keys() & files.keys()), 'converting', unit='images'):
         with reporting(f'{images[stem]}: no image', OSError, remedy=REMEDY), Image.open(images[stem]) as image:
             width, height = image.size  # that of the XML file is 0 or another in many data sets
-        rows = [line(corners, width, height, numbers[name]) for name, corners, hard in files[stem] if not hard]
+        rows = [line(corners, width, height, numbers[name]) for name, corners in files[stem]]
         made[label_of(images[stem].resolve())] = ''.join(f'{row}\n' for row in rows if row)
     return made
 
@@ -80,11 +80,12 @@ def labels(
 def main(argv: Sequence[str] | None = None) -> None:
     """Run the command. argv: None = the words of this process."""
     args = parse_args(argv)
-    files = {f.stem: objects(f) for f in bar(sorted(args.annotations.glob('*.xml')), 'reading', unit='files')}
-    names = args.names or sorted({name for things in files.values() for name, _, hard in things if not hard})
+    found = {f.stem: objects(f) for f in bar(sorted(args.annotations.glob('*.xml')), 'reading', unit='files')}
+    files = {stem: [(name, corners) for name, corners, hard in things if not hard] for stem, things in found.items()}
+    names = args.names or sorted({name for things in files.values() for name, _ in things})
     class_names(names, '--names' if args.names else f'ANNOTATIONS {args.annotations}')
     for stem, things in files.items():
-        if unknown := {name for name, _, hard in things if not hard}.difference(names):
+        if unknown := {name for name, _ in things}.difference(names):
             raise QatError(
                 f'{args.annotations / stem}.xml: {min(unknown)!r} is no class of --names {" ".join(names)}; add it'
             )
@@ -96,7 +97,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             'a.xml for a.jpg; give their folders'
         )
     missing = len(images) - len(made)
-    hard = sum(is_hard for stem in images.keys() & files.keys() for *_, is_hard in files[stem])
+    hard = sum(len(found[stem]) - len(files[stem]) for stem in images.keys() & files.keys())
     left_out = [f'{missing} of {len(images)} images have no XML file in {args.annotations} and got no label'] * bool(
         missing
     )

@@ -233,10 +233,8 @@ class BenchmarkConfig(LabelledConfig, FolderConfig):
             self.baseline in BACKENDS and self.backend and self.baseline not in self.backend,
             f'--baseline {self.baseline}: not among --backend {",".join(self.backend or ())}; name it there too',
         )
-        builders, idle = (
-            [name for name in BACKENDS if BACKENDS[name].builders],
-            self.given(('workspace', 'level', 'jobs')),
-        )
+        builders = [name for name in BACKENDS if BACKENDS[name].builders]
+        idle = self.given(('workspace', 'level', 'jobs'))
         yield (
             idle and self.backend and not {*builders} & {*self.backend},
             f'{idle}: only for engines, by --backend {" or ".join(builders)}; leave it out',

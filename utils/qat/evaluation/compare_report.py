@@ -48,7 +48,7 @@ def write_comparison(
     size: Sides,
     machine: dict[str, object],
     following: str,
-    notes: Sequence[str] = (),
+    notes: Sequence[str],
 ) -> str:
     """Write compare.json, report.md, ranks.png and a picture of each example into `folder`, and return the `verdict`."""
     names = model_names(config)
@@ -84,7 +84,7 @@ def write_comparison(
         f'{", ".join(names[1:])} compared with {names[0]}',
         [
             f'{comparisons[0]["images"]} images of {size[0]} x {size[1]} pixels.',
-            *map(escaped, filter(None, notes)),
+            *map(escaped, notes),
             *conclusion,
             '## Rank by rank',
             *task.comparing().details(comparisons, names),

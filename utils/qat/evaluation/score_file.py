@@ -81,7 +81,7 @@ def tables(score: Score) -> list[str]:
         titles = 'pycocotools', *(key.upper() for key in metrics.coco)
         rows = [(part, *(f'{v:.4f}' for v in figures.values())) for part, figures in parts.items()]
         of_coco.append(markdown_table(titles, rows))
-    return [*[escaped(score.note)] * bool(score.note), *compared, class_table(metrics), *of_coco]
+    return [*compared, class_table(metrics), *of_coco]
 
 
 def write_scores(score: Score, following: str) -> None:
@@ -105,8 +105,7 @@ def write_several(folder: Path, scores: Sequence[Score], config: EvalConfig) -> 
     records = [{'model': s.config.weights, **s.record(), 'against_first': d} for s, d in zip(scores, (None, *against))]
     settings = {**asdict(config), 'weights': [score.config.weights for score in scores]}
     links = ', '.join(link(f'../{score.folder.name}/report.md') for score in scores)
-    notes = [escaped(score.note) for score in scores if score.note]
-    parts = *notes, table, f'({EXPLAINED}.)', f'By class: {links}'
+    parts = table, f'({EXPLAINED}.)', f'By class: {links}'
     _write_report(folder, scores, settings, {'models': records}, models, parts)
     return table
 
@@ -138,6 +137,7 @@ def _write_report(
         f'{", ".join(score.config.weights.name for score in scores)} on {first.config.data.name}',
         [
             escaped(f'{images}{objects}. Computed on {device}.'),
+            *[escaped(score.note) for score in scores if score.note],
             *parts,
             *pictures,
             '## Times',

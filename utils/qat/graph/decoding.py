@@ -95,7 +95,8 @@ def boxes_by_rows(model: ModelProto) -> ModelProto:
         matrix = values.get(node.input[0]) if node.op_type == 'MatMul' else None
         softmax = _up(made, node, (1, 'Reshape'), (0, 'Softmax'))
         flat = [made.get(name, OTHER) for name in _up(made, softmax, (0, 'Reshape'), (0, 'Concat')).input]
-        logits = [level.input[0] for level in flat if level.op_type == 'Reshape' and len(types[level.input[0]][1]) == 4]
+        maps = [level.input[0] for level in flat if level.op_type == 'Reshape']
+        logits = [name for name in maps if len(types.get(name, (0, ()))[1]) == 4]
         channels = [types[name][1][1] for name in logits]
         if (
             flat

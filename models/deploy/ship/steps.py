@@ -15,7 +15,7 @@ from subprocess import PIPE, Popen
 from models.deploy.ship.plan import Step
 from utils.qat.core.command import command
 from utils.qat.core.errors import QatError
-from utils.qat.core.files import TEMPORARY, write_json
+from utils.qat.core.files import delete_unfinished, write_json
 from utils.qat.core.log import LOGGER
 from utils.qat.core.text import in_words
 from utils.qat.run.state import STATE
@@ -94,8 +94,7 @@ class Runner:
                 LOGGER.info(f'{position}: done before, in {in_words(self.taken[step.command])}')
             else:
                 LOGGER.info(f'{position}, about {self.expect([step])}; all that is left: {self.expect(self.ahead)}')
-                for left in filter(lambda file: TEMPORARY.fullmatch(file.name), folder.glob('.*')):
-                    left.unlink()  # by a step that was killed
+                delete_unfinished(folder)
                 started = step.command in self.taken and (folder / STATE).exists()
                 self.taken = {one.command: self.taken[one.command] for one in self.done}  # all others hang on this step
                 self.note(step, 0)

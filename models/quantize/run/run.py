@@ -24,7 +24,7 @@ from utils.qat.config.settings import flag_of, plain
 from utils.qat.config.tasks import Task
 from utils.qat.core.distributed import from_first, is_first, join, on_first, rank, world_size
 from utils.qat.core.errors import QatError
-from utils.qat.core.files import TEMPORARY, atomic, write_torch
+from utils.qat.core.files import atomic, delete_unfinished, write_torch
 from utils.qat.core.log import LOGGER, log_to, quiet_upstream
 from utils.qat.core.machine import describe, machine, select_device, versions
 from utils.qat.core.run_folder import DELIVERED
@@ -215,10 +215,13 @@ class Run:
 
     def clear_up(self) -> None:
         """Delete the unfinished files of a killed process; links and folders stay."""
-        for path in (*self.folder.iterdir(), *(self.folder / 'weights').iterdir()) if is_first() else ():
-            unfinished = path == self.folder / UNSCORED or TEMPORARY.fullmatch(path.name)
-            if unfinished and path.is_file() and not path.is_symlink():
-                path.unlink()
+        if not is_first():
+            return
+        for folder in (self.folder, self.folder / 'weights'):
+            delete_unfinished(folder)
+        unscored = self.folder / UNSCORED
+        if unscored.is_file() and not unscored.is_symlink():
+            unscored.unlink()
 
 
 def open_work(inputs: Inputs) -> Work:

@@ -79,6 +79,13 @@ def atomic(path: str | Path) -> Iterator[Path]:
             tmp.unlink()
 
 
+def delete_unfinished(folder: Path) -> None:
+    """Delete the temporary files of `atomic` that a killed process has left in a folder, if it is there; links and folders stay."""
+    for path in folder.glob('*'):
+        if TEMPORARY.fullmatch(path.name) and path.is_file() and not path.is_symlink():
+            path.unlink()
+
+
 def distinct_names(files: Sequence[Path]) -> list[str]:
     """Return the name of each file, or its path where two share a name, or its place in the list where two are one file."""
     names = [f.name if [g.name for g in files].count(f.name) == 1 else str(f) for f in files]

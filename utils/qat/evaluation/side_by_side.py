@@ -113,15 +113,16 @@ def _counterparts(first: torch.Tensor, rows: torch.Tensor) -> tuple[dict[int, tu
     """Pair the detections of two models: index in `first` → (index in `rows`, mark), and the indices in `rows` without a pair."""
     pairs: dict[int, tuple[int, str]] = {}
     taken: set[int] = set()
-    iou, same = box_iou(first[:, :4], rows[:, :4]), first[:, None, 5] == rows[:, 5]
-    for overlap, of_same_class in ((iou * same, True), (iou * ~same, False)):
+    iou, same = box_iou(first[:, :4], rows[:, :4]).numpy(), (first[:, None, 5] == rows[:, 5]).numpy()
+    for alike, of_same_class in ((same, True), (~same, False)):
+        free = np.where(alike & (iou >= SAME_OBJECT), iou, 0)
+        free[:, [*taken]] = 0
         for i in range(len(first)):
-            best_first = overlap[i].argsort(descending=True).tolist()
-            free = [j for j in best_first if j not in taken and overlap[i, j] >= SAME_OBJECT]
-            if free and i not in pairs:
-                near = SAME if overlap[i, free[0]] >= SAME_DETECTION else MOVED
-                pairs[i] = free[0], near if of_same_class else CLASS
-                taken.add(free[0])
+            if i not in pairs and free[i].any():
+                j = int(free[i].argmax())
+                pairs[i] = j, (SAME if free[i, j] >= SAME_DETECTION else MOVED) if of_same_class else CLASS
+                free[:, j] = 0
+                taken.add(j)
     return pairs, [j for j in range(len(rows)) if j not in taken]
 
 

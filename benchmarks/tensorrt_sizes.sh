@@ -43,9 +43,9 @@ model.names = names if isinstance(names, dict) else dict(enumerate(names))
 torch.save({'model': model.half().eval(), 'ema': None, 'epoch': -1, 'optimizer': None}, file)
 P
 }
-exported() { # CHECKPOINT NAME
+exported() { # CHECKPOINT NAME [FLAG...]
     cp "$1" "$OUT/$2.pt"
-    "$PYTHON" export_qat.py --weights "$OUT/$2.pt" --include onnx --imgsz 640 --dynamic --simplify --device cpu
+    "$PYTHON" export_qat.py --weights "$OUT/$2.pt" --include onnx --imgsz 640 --dynamic --simplify --device cpu "${@:3}"
 }
 model() { # CONFIG SIZE: three ONNX files
     local activation kind
@@ -59,7 +59,7 @@ model() { # CONFIG SIZE: three ONNX files
         "$PYTHON" qat.py quantize --weights "$OUT/$2-$activation.pt" --data "$DATA" --imgsz 320 --epochs 0 --calib-images 8 --batch-size 4 \
             --no-eval-origin --no-eval-ptq --project "$OUT" --name "$2-$kind-run" --exist-ok
         exported "$OUT/$2-$kind-run/weights/best.pt" "$2-$kind"
-        [[ $kind == relu ]] || exported "$OUT/$2-SiLU.pt" "$2-fp16"
+        [[ $kind == relu ]] || exported "$OUT/$2-SiLU.pt" "$2-fp16" --trt 11 --half # strongly typed
     done
 }
 measure() { # SIZE FILE BATCH ROUND

@@ -55,10 +55,12 @@ while (($#)); do
 done
 
 trt=$("$PYTHON" "$HERE/build_engine.py" --which) # which TensorRT to export for; says what to do if there is none
-half=()
-[[ $trt != 11 ]] || half=(--half) # it computes in the types of the file
-"$PYTHON" "$HERE/../export_qat.py" --weights ${float[@]+"${float[@]}"} "$weights" --include onnx --imgsz "${imgsz[@]}" --simplify --trt "$trt" \
-    ${half[@]+"${half[@]}"} ${pad[@]+"${pad[@]}"}
+export=("$PYTHON" "$HERE/../export_qat.py" --include onnx --imgsz "${imgsz[@]}" --simplify ${pad[@]+"${pad[@]}"})
+typed=(--trt "$trt")
+((trt < 10)) || typed=(--trt 11 --half) # FP16 by the types of the file: built in half the time, and as fast
+((${#float[@]} == 0)) || "${export[@]}" --weights "${float[@]}" "${typed[@]}"
+((trt == 11)) || typed=(--trt "$trt")
+"${export[@]}" --weights "$weights" "${typed[@]}"
 engines=("$model.engine") how=(--imgsz "${imgsz[@]}" ${level[@]+"${level[@]}"})
 [[ -n $jobs ]] || jobs=$((1 + (${level[1]:-3} == 0)))
 ((${#graph[@]} == 0)) || jobs=1 # layers are measured

@@ -33,7 +33,7 @@ KINDS = {
     'batch-4': Kind('INT8, fixed batch of 4', export=('--batch-size', '4')),
     'dynamic': Kind('INT8, batch of 1 to 8', export=('--dynamic',), build=('--batch', '1,4,8')),
     'typed': Kind('INT8, strongly typed, FP16 outside Q/DQ', export=('--trt', '11')),
-    'half': Kind('float, strongly typed FP16', 'float', ('--trt', '11', '--half')),
+    'half': Kind('float, strongly typed FP16', 'float', ('--trt', '11', '--half'), reference='float'),
     'end2end': Kind('INT8, NMS of ONNX inside', export=('--nms', 'standard', *INSIDE), include='onnx_end2end'),
     'plugin': Kind(
         'INT8, NMS of EfficientNMS_TRT inside',

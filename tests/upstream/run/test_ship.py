@@ -234,6 +234,11 @@ def test_each_step_is_a_command_that_its_program_takes(engine, trt, tmp_path):
     assert {file.with_suffix('.bin') for file in left if file.suffix == '.xml'} <= left
     files = [plan.float_file, *[plan.int8_file(run) for run in ('all', 'b')[: 1 if plan.target.integers else 2]]]
     assert {*files} <= left and len({s.name for s in steps}) == len(steps)
+    of_float, of_int8 = (step.command for step in steps if step.name in ('float-export', 'all-export'))
+    assert ('--half' in of_float) == ('--trt 11' in of_float) == (trt >= 10), (
+        'strongly typed FP16 where TensorRT has it'
+    )
+    assert '--half' not in of_int8 and (f'--trt {trt}' in of_int8) == bool(trt)
 
 
 # ---- on a model ---------------------------------------------------------------------------------------------------------

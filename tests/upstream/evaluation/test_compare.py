@@ -147,7 +147,8 @@ def test_differences_of_scores_are_in_points():
     after = scores(ap=0.4975, ap50=0.76, precision=1.0, mask={'ap': 0.5})
     assert Columns(scores()).differences(after, before) == ['-0.25', '+1.00', '+0.00', '-']
     columns = Columns(before, None)
-    assert columns.differences(after, before, ' ± 0.10')[0::4] == ['-0.25 ± 0.10', '+25.00']
+    change = {'difference': -0.0025, 'chance': 0.001, 'mask': {'difference': 0.25, 'chance': 0.02}}
+    assert columns.differences(after, before, change)[0::4] == ['-0.25 ± 0.10', '+25.00 ± 2.00']
     assert columns.differences(None, before) == columns.cells(None) == ['-'] * 8 and len(columns.titles) == 8
 
 

@@ -15,7 +15,7 @@ from utils.qat.core.errors import QatError
 from utils.qat.core.text import markdown_table, number
 from utils.qat.data.masks import Masks, same_place_iou
 from utils.qat.evaluation.compare import NUMPY_TOLERANCE, Comparison, ElementDifferences, ranks_tables, tolerance_title
-from utils.qat.evaluation.interval import EXPLAINED, in_words, plus_minus
+from utils.qat.evaluation.interval import EXPLAINED, in_words
 from utils.qat.evaluation.metrics import Metrics, from_json
 from utils.qat.evaluation.score_tables import models_table
 
@@ -229,8 +229,8 @@ def scores_table(comparisons: Sequence[Comparison], names: Sequence[str]) -> str
     models = [from_json(scores) for scores in (comparisons[0]['reference'], *(c['other'] for c in comparisons))]
     if not models[0]:
         return ''
-    intervals = [plus_minus(c['against_reference']) for c in comparisons]
-    return f'{models_table(names, models, intervals)}\n\n({EXPLAINED})'
+    changes = [c['against_reference'] for c in comparisons]
+    return f'{models_table(names, models, changes)}\n\n({EXPLAINED})'
 
 
 def in_a_clause(comparison: Comparison) -> str:

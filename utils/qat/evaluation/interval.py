@@ -145,10 +145,8 @@ def in_points(part: Part) -> str:
     return f'{round(100 * part["difference"], 2) + 0.0:+.2f}{plus_minus(part)}'  # + 0.0: no -0.00
 
 
-def plus_minus(part: Part | None) -> str:
-    """Format the interval of a difference of boxes in points: ' ± 0.12'; ' ± ?' if it is not known, '' for None."""
-    if not part:
-        return ''
+def plus_minus(part: Part) -> str:
+    """Format the interval of a difference in points: ' ± 0.12'; ' ± ?' if it is not known."""
     return ' ± ?' if part['chance'] == UNKNOWN else f' ± {100 * part["chance"]:.2f}'
 
 

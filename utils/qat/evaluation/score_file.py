@@ -25,7 +25,7 @@ from utils.qat.data.loaders import Loaders
 from utils.qat.evaluation.classes import distance
 from utils.qat.evaluation.detection_scores import require_annotations
 from utils.qat.evaluation.evaluate import evaluate
-from utils.qat.evaluation.interval import EXPLAINED, in_words, plus_minus
+from utils.qat.evaluation.interval import EXPLAINED, in_words
 from utils.qat.evaluation.metrics import ClassMetrics, DetectionMetrics, Metrics, finds_nothing
 from utils.qat.evaluation.score_tables import class_table, models_table, plot_classes
 from utils.qat.vendors.next_step import after_scoring
@@ -73,7 +73,7 @@ def tables(score: Score) -> list[str]:
     metrics, compared, of_coco = score.metrics, [], []
     if score.baseline:
         models, against = score.beside_baseline(), metrics.against(score.baseline)
-        compared.append(models_table([*models], [*models.values()], [plus_minus(against)]))
+        compared.append(models_table([*models], [*models.values()], [against]))
         _, title = metrics.choosing()
         compared.append(finds_nothing(score.baseline) or f'{in_words(against, title)} ({EXPLAINED})')
     if metrics.coco:
@@ -96,13 +96,16 @@ def write_scores(score: Score, following: str) -> None:
 def write_several(folder: Path, scores: Sequence[Score], config: EvalConfig) -> str:
     """Write the report of several files on the same images, see `_write_report`, and return its table.
 
-    The table has the metrics of each file, and the differences from the first. config: of the first, as typed.
+    The table has the metrics of each file, and the differences from the baseline or else from the first. config: of the
+    first, as typed.
     """
-    names, first = names_of(scores), scores[0].metrics
-    models = {score.folder.name.removeprefix(f'{folder.name}-'): score.metrics for score in scores}
-    against = [score.metrics.against(first) for score in scores[1:]]
-    table = models_table(names, [*models.values()], [plus_minus(change) for change in against])
+    names, models = names_of(scores), {s.folder.name.removeprefix(f'{folder.name}-'): s.metrics for s in scores}
+    against = [score.metrics.against(scores[0].metrics) for score in scores[1:]]
     records = [{'model': s.config.weights, **s.record(), 'against_first': d} for s, d in zip(scores, (None, *against))]
+    if config.baseline and (baseline := scores[0].baseline):
+        names, models = [config.baseline.name, *names], {config.baseline.name: baseline, **models}
+        against = [score.metrics.against(baseline) for score in scores]
+    table = models_table(names, [*models.values()], against)
     settings = {**asdict(config), 'weights': [score.config.weights for score in scores]}
     links = ', '.join(link(f'../{score.folder.name}/report.md') for score in scores)
     parts = table, f'({EXPLAINED}.)', f'By class: {links}'
@@ -161,10 +164,11 @@ def score_files(configs: Sequence[EvalConfig], load_model: Load) -> None:
         score_file(configs[0], load_model, resample=bool(configs[0].baseline))
         return
     scores: list[Score] = []
+    baselines: dict[object, Metrics] = {}
     with run_folder(configs[0]) as folder:
         try:
             for config in _at_one_size(_apart(configs, folder), load_model):
-                scores.append(score_file(config, load_model, resample=True))
+                scores.append(score_file(config, load_model, resample=True, baselines=baselines))
         finally:  # also for the files before one that does not fit
             if folder and len(scores) > 1:
                 LOGGER.log(RESULT, f'\n{write_several(folder, scores, configs[0])}\n')
@@ -205,15 +209,18 @@ def _apart(configs: Sequence[EvalConfig], folder: Path | None) -> Sequence[EvalC
     return [replace(config, name=f'{common}-{name}') for config, name in zip(configs, names)]
 
 
-def score_file(config: EvalConfig, load_model: Load, resample: bool) -> Score:
+def score_file(
+    config: EvalConfig, load_model: Load, resample: bool, baselines: dict[object, Metrics] | None = None
+) -> Score:
     """Score the model in config.weights and its baseline, log the tables, and write the report and predictions.json.
 
-    An exported file gets images letterboxed to its own size.
+    An exported file gets images letterboxed to its own size. baselines: gets the metrics of the baseline by backend and
+    preparation of the images, and spares scoring it again.
     """
     device = select_device(config.device)
     join(device)
     with run_folder(config) as folder, explain_out_of_memory(config.batch_size):
-        predict, baseline = load_model(config.weights, device, config.backend), None
+        predict, baseline, backend = load_model(config.weights, device, config.backend), None, None
         if config.baseline:
             given = (config.backend,) if config.backend else None
             _, backend = backends_for((config.weights, config.baseline), given)
@@ -243,8 +250,11 @@ def score_file(config: EvalConfig, load_model: Load, resample: bool) -> Score:
         )
         if nothing := finds_nothing(metrics):
             LOGGER.warning(f'{config.weights}: {nothing}')
-        shown = partial(bar, text='evaluating the baseline')
-        before = evaluate(baseline, *how, progress=shown, resample=resample) if baseline else None
+        before, known, key = None, {} if baselines is None else baselines, (backend, seen)
+        if baseline:
+            shown = partial(bar, text='evaluating the baseline')
+            known[key] = known.get(key) or evaluate(baseline, *how, progress=shown, resample=resample)
+            before = known[key]
         if isinstance(before, ClassMetrics) and isinstance(metrics, ClassMetrics):
             vars(metrics).update(distance(metrics.scores, before.scores))
         score = Score(config, folder, device, seen, metrics, before, note)

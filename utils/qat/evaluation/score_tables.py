@@ -6,7 +6,7 @@ from typing import Any
 
 from utils.qat.core.files import write_picture
 from utils.qat.core.text import literal, markdown_table, number
-from utils.qat.evaluation.interval import UNKNOWN
+from utils.qat.evaluation.interval import UNKNOWN, Change, boxes_and_masks, plus_minus
 from utils.qat.evaluation.metrics import DetectionMetrics, Metrics
 
 MOST = 80  # classes in a picture
@@ -35,22 +35,21 @@ class Columns:
         """Format scores with four digits; '-' if missing."""
         return list(map(number, self.values(scores)))
 
-    def differences(self, after: Metrics | None, before: Metrics | None, interval: str = '') -> list[str]:
-        """Format the differences of two models in points (0.01); '-' if missing.
-
-        `interval` belongs to the first difference, such as ' ± 0.58'; see interval.py.
-        """
+    def differences(self, after: Metrics | None, before: Metrics | None, change: Change | None = None) -> list[str]:
+        """Format the differences of two models in points (0.01), that of `change` with its interval; '-' if missing."""
         pairs = zip(self.values(after), self.values(before))
         points = ['-' if a is None or b is None else f'{round(100 * (a - b), 2) + 0.0:+.2f}' for a, b in pairs]
-        return [points[0] + interval, *points[1:]]
+        for i, part in zip(range(0, len(points), len(self.names)), boxes_and_masks(change) if change else ()):
+            points[i] += plus_minus(part)
+        return points
 
 
-def models_table(names: Sequence[str], models: Sequence[Metrics | None], intervals: Sequence[str]) -> str:
+def models_table(names: Sequence[str], models: Sequence[Metrics | None], changes: Sequence[Change | None]) -> str:
     """Format the scores of several models as a Markdown table, with the differences from the first in points."""
     columns = Columns(*models)
     rows = [(name, *columns.cells(m)) for name, m in zip(names, models)]
-    for name, m, interval in zip(names[1:], models[1:], intervals):
-        rows.append((f'{name} - {names[0]}, points', *columns.differences(m, models[0], interval)))
+    for name, m, change in zip(names[1:], models[1:], changes):
+        rows.append((f'{name} - {names[0]}, points', *columns.differences(m, models[0], change)))
     return markdown_table(('model', *columns.titles), rows)
 
 

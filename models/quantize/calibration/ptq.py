@@ -247,7 +247,8 @@ def calibrate(
             f'--calib-method {config.calib_method}: the {outputs} are far from those of the float model (divergence {divergence:.2f}, '
             f'{UNUSABLE} and more is unusable); use {other}other images (train: in --data), or more (--calib-images)'
         )
-    return {'method': method, 'biases': 'all' if corrected else 'none', 'divergence': divergences}
+    biases = 'all' if corrected else 'none'
+    return {'images': sample.count, 'method': method, 'biases': biases, 'divergence': divergences}
 
 
 def calibrated(

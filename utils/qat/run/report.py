@@ -229,7 +229,8 @@ def export_of_run(folder: Path, state: State) -> str:
 def calibration_text(calibration: Calibration) -> str:
     """State how the ranges were chosen, with a table of the compared divergences."""
     divergences, method = calibration['divergence'], calibration['method']
-    chosen = f'Ranges of activations by {method}, {"no bias corrected" if calibration["biases"] == "none" else "biases corrected"}'
+    on = f' on {calibration["images"]} images' if 'images' in calibration else ''
+    chosen = f'Ranges of activations by {method}{on}, {"no bias corrected" if calibration["biases"] == "none" else "biases corrected"}'
     if not divergences:
         return escaped(f'{chosen}.')
     kept = min(divergences, key=divergences.__getitem__)

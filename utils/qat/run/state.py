@@ -8,9 +8,10 @@ import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, TypedDict
+from typing import Any
 
 import numpy as np
+from typing_extensions import NotRequired, TypedDict  # typing has both from Python 3.11
 
 from utils.qat.core.errors import QatError
 from utils.qat.core.machine import PACKAGES
@@ -28,6 +29,7 @@ FORMAT = 3  # of the file; in format 1 a part of it was in report.json, format 2
 class Calibration(TypedDict):
     """How ranges were chosen, see ptq.calibrate."""
 
+    images: NotRequired[int]  # their number; older files lack it
     method: str
     biases: str  # 'all' or 'none' were corrected
     divergence: dict[str, float]  # of each calibration that was compared

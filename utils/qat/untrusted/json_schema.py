@@ -35,7 +35,7 @@ DECIBELS = between(-math.inf, math.inf, (float,))  # infinite if two models give
 CHANCE = {'difference': between(-1, 1), 'chance': POSITIVE}  # interval.difference, and with masks:
 AGAINST = {**CHANCE, 'mask?': CHANCE}
 SQNR = {str: DECIBELS}
-CALIBRATION = {'method': str, 'biases?': str, 'divergence': {str: NUMBER}}
+CALIBRATION = {'images?': COUNT, 'method': str, 'biases?': str, 'divergence': {str: NUMBER}}
 
 
 def misfit(value: object, kind: object, entry: str = '') -> str | None:

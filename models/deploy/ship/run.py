@@ -4,9 +4,10 @@ import re
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 from models.deploy.ship.look import look
-from models.deploy.ship.plan import Plan
+from models.deploy.ship.plan import Plan, Step
 from models.deploy.ship.results import Results, conclude
 from models.deploy.ship.steps import STAMPS, Failed, Runner, read_stamps
 from utils.qat.config.settings import command_words
@@ -20,7 +21,8 @@ from utils.qat.core.text import in_words
 from utils.qat.evaluation.metrics import finds_nothing, from_json
 from utils.qat.untrusted.json_schema import read_json
 
-ALL, PARTLY = 'quantize', 'quantize-partly'  # runs of `quantize`: all blocks, and some given back to float
+# Runs of `quantize`: the first, one without other activation functions, and one with some blocks in float
+ALL, SILU, PARTLY = 'quantize', 'quantize-silu', 'quantize-partly'
 NO_CHIP = 'Times are those of {} on the CPU, not of a chip, and decide nothing: a chip computes only integers.'
 
 
@@ -35,21 +37,31 @@ def work(plan: Plan, runner: Runner) -> None:
     if nothing := finds_nothing(from_json(read_json(scored.result))):
         raise QatError(f'--weights {config.weights}, --data {config.data}: the float model {nothing}')
     runner.run(rest)
+
+    def quantized(plan: Plan, run: str, *before: Step, **how: Any) -> Results:
+        runner.ahead = [*before, *plan.quantized(run, **how)]
+        runner.run([*runner.ahead])
+        return Results(plan, run)
+
     results, chip = Results(plan, ALL), plan.target.integers
     tried = [NO_CHIP.format(plan.shown.title)] * chip
     loses = [*results.reasons] == ['accuracy'] and not chip
     if loses and not results.outcome.beyond:
         tried = ['No block returns to float for it: the loss lies within its confidence interval.']
     elif loses:
-        tried = [f'With all blocks in INT8 it is {results.outcome.gain}, and changes {results.outcome.cost}.']
+        how = 'all blocks in INT8' + f' and --activation {config.activation}' * (config.activation != 'keep')
+        tried = [f'With {how} it is {results.outcome.gain}, and changes {results.outcome.cost}.']
+        if 'activation' in config.decided and config.activation != 'keep':
+            LOGGER.info(f'{results.reasons["accuracy"]}: once more with SiLU')
+            with_silu = quantized(replace(plan, config=replace(config, activation='keep')), SILU)
+            if not with_silu.reasons:
+                return conclude(with_silu, runner, tried)
+            tried.append(f'With SiLU it is {with_silu.outcome.gain}, and changes {with_silu.outcome.cost}.')
         LOGGER.info(f'{results.reasons["accuracy"]}: blocks return to float')
         sensitive, taught = plan.sensitive(results.taught), results.taught
         # `quantize` counts what is lost beyond the interval
         budget = round(max(0, config.max_drop - 100 * results.outcome.against_float['chance']), 2)
-        partly = plan.quantized(PARTLY, taught, sensitive=sensitive.result, max_drop=budget)
-        runner.ahead = [sensitive, *partly]
-        runner.run([*runner.ahead])
-        results = Results(plan, PARTLY)
+        results = quantized(plan, PARTLY, sensitive, taught=taught, sensitive=sensitive.result, max_drop=budget)
     conclude(results, runner, tried)
 
 

@@ -290,8 +290,17 @@ def test_from_a_checkpoint_of_two_branches_to_the_file(small, tmp_path, monkeypa
         'The CPU was busy' in (folder / 'ship.md').read_text()
         and json.loads((folder / 'ship.json').read_text())['disturbed']
     )
+    monkeypatch.setattr(concluded, 'disturbance', lambda rows: '')
     said = command('qat.py', *words, '--resume')
     assert said.count('\n$ python ') == said.count('\n$ python benchmark_trt.py ') == 1
+
+    monkeypatch.setattr(Outcome, 'beyond', True)
+    monkeypatch.setattr(concluded, 'against_int8', lambda *of, reasons=[{'accuracy': 'it loses'}, {}]: reasons.pop(0))
+    said = command('qat.py', *words, '--resume')
+    without = json.loads((folder / 'ship.json').read_text())
+    assert without['file'] == str(folder / 'quantize-silu/weights/best.xml') and without['verdict'] == 'int8'
+    assert said.count('done before') == 6 and said.count('\n$ python ') == 4 and '--activation keep' in said
+    assert 'and --activation polynomial it is' in without['tried'][0], 'what is left out by default if it costs AP'
 
 
 def test_what_it_refuses(small, tmp_path):

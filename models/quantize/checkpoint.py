@@ -134,7 +134,7 @@ class CheckpointFile:
         """Build the checkpoint dict and the model: FP32, in eval mode, with EMA weights if the file has any."""
         ckpt: Any = self._built() if self.state is None else self.state
         if self.of_torchvision:
-            ckpt = {'model': network_with(ckpt, self.path)}
+            ckpt = {'model': network_with(ckpt, self.path, TORCHVISION)}
         if isinstance(ckpt, nn.Module):  # torch.save(model)
             ckpt = {'model': ckpt}
         model: Any = (ckpt.get('ema') or ckpt.get('model')) if isinstance(ckpt, dict) else None

@@ -101,6 +101,8 @@ def test_a_network_by_its_weights(job, tmp_path):
     assert {f.name for f in tmp_path.iterdir()} == {file.name, file.with_suffix('.onnx').name, 'exp'}
     other = file.rename(file.with_name('mobilenet_v2-1.pth'))
     assert 'not of mobilenet_v2' in command('export_qat.py', '--weights', other, code=2)
+    other = other.rename(file.with_name('densenet121.pth'))
+    assert 'densenet121 is no network that' in command('export_qat.py', '--weights', other, code=2)
 
 
 def test_a_network_by_its_name_is_read_where_torchvision_keeps_it(job, tmp_path, monkeypatch):

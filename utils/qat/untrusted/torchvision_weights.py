@@ -2,7 +2,9 @@
 
 import pickle
 import re
+from collections.abc import Container
 from pathlib import Path
+from typing import Any
 from urllib.error import URLError
 
 import torch
@@ -24,12 +26,16 @@ def network_of(weights: Path) -> str | None:
     return next((name for name in reversed(known) if re.fullmatch(rf'{name}([-_.].*)?', weights.name)), None)
 
 
-def network_with(state: object, weights: Path) -> Network:
+def network_with(state: object, weights: Path, modules: Container[str]) -> Network:
     """Build the network of a file of weights, with its class names. `state` has the tensors by name.
 
-    Raises QatError if they are not of the network with which the name of the file starts.
+    Raises QatError if they are not of the network with which the name of the file starts, or that network is of none of `modules`.
     """
-    name: object = network_of(weights)
+    name: Any = network_of(weights)
+    if torchvision.models.get_model_builder(name).__module__ not in modules:
+        raise QatError(
+            f'--weights {weights}: {name} is no network that this toolkit quantizes; docs/classification.md#networks lists them'
+        )
     known = torchvision.models.get_model_weights(name).DEFAULT
     if not isinstance(state, dict) or not all(isinstance(v, torch.Tensor) for v in state.values()):
         raise QatError(f'--weights {weights}: holds other things than the tensors of {name}, whose name it begins with')

@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import random
 import signal
+import sys
 import threading
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -59,6 +60,8 @@ class Loader(DataLoader):
     def __init__(self, dataset: Dataset, config: LoaderConfig, batches: Iterable[list], world: int = 1) -> None:
         """Load `batches` of indices, in one of `world` processes that load at once."""
         workers = min(config.workers, max(1, (os.cpu_count() or 1) // world), config.batch_size)
+        if 'jax' in sys.modules:  # LiteRT's converter: it has threads, beside which no process can be forked safely
+            workers = 0
         super().__init__(
             dataset,
             batch_sampler=batches,

@@ -118,9 +118,8 @@ def a_model_without_names(bench):
 @case(
     0,
     'all are scored at 128 x 128',
-    '12 images as padded rectangles of up to 128 x 128',
-    'single.pt, as padded',
-    'onnx, as squares',
+    '12 images as squares of 128 x 128',
+    'int8.onnx - single.pt, points',
 )
 def a_float_file_beside_a_quantized_one(bench):
     export = bench.folder / 'int8.pt'

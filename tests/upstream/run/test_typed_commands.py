@@ -255,7 +255,7 @@ def test_several_files_are_scored_each_at_its_size(small, exported, tmp_path):
     folders = [tmp_path / f'exp-{file.name}' for file in files]
     scores = [content(folder, 'metrics.json') for folder in folders]
     assert [m['settings']['imgsz'] for m in scores] == [[640, 640], [HEIGHT, WIDTH], [128, 128]], 'as each file says'
-    assert 'padded rectangles' in out and f'rectangles of {HEIGHT} x {WIDTH}' in out
+    assert 'squares of 640 x 640' in out and f'rectangles of {HEIGHT} x {WIDTH}' in out
     report, models = (tmp_path / 'exp/report.md').read_text(), content(tmp_path / 'exp', 'metrics.json')['models']
     assert f'--weights {shlex.join(map(str, files))} ' in report
     assert all(f'](../{folder.name}/report.md)' in report for folder in folders)

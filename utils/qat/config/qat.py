@@ -111,7 +111,7 @@ class EvalConfig(ModelConfig):
     imgsz: Sides = image_sides('that of the file or the quantization, else 640')
     conf_thres: float = scores(0.001, 'lowest score that counts, but for files with NMS inside', allowed=SHARE)
     iou_thres: float = scores(0.7, 'IoU above which NMS drops a box, likewise', allowed=SHARE)
-    square: bool = scores(False, 'letterbox to squares, as for exported files; default: padded rectangles, as val.py')
+    square: bool = scores(False, 'letterbox to squares, as with exported files; default: padded rectangles, as val.py')
     save_json: bool = True  # write the detections, in COCO's result format
     baseline: Path | None = option(None, 'another model, such as the float one; the report has the differences')
     backend: str | None = option(

@@ -12,7 +12,7 @@ from utils.qat.backends.file_model import FileModel
 from utils.qat.backends.pytorch import TorchModel
 from utils.qat.config.qat import EvalConfig, FileEvalConfig
 from utils.qat.config.settings import closing, command_words
-from utils.qat.config.tables import backends_for
+from utils.qat.config.tables import CHECKPOINTS, backends_for
 from utils.qat.core.command import command, explain_out_of_memory, repeated, sides_words
 from utils.qat.core.distributed import from_first, join, on_first, rank, world_size
 from utils.qat.core.errors import QatError, naming
@@ -167,7 +167,7 @@ def score_files(configs: Sequence[EvalConfig], load_model: Load) -> None:
     baselines: dict[object, Metrics] = {}
     with run_folder(configs[0]) as folder:
         try:
-            for config in _at_one_size(_apart(configs, folder), load_model):
+            for config in _on_alike_images(_apart(configs, folder), load_model):
                 scores.append(score_file(config, load_model, resample=True, baselines=baselines))
         finally:  # also for the files before one that does not fit
             if folder and len(scores) > 1:
@@ -175,8 +175,15 @@ def score_files(configs: Sequence[EvalConfig], load_model: Load) -> None:
                 finish(report=folder / 'report.md')
 
 
-def _at_one_size(configs: Sequence[EvalConfig], load_model: Load) -> Sequence[EvalConfig]:
-    """Without --imgsz, let all files have the size for which some were exported or quantized: another one changes AP more than INT8 does."""
+def _on_alike_images(configs: Sequence[EvalConfig], load_model: Load) -> Sequence[EvalConfig]:
+    """Let all files see the same images, because another shape changes AP more than INT8 does.
+
+    They are squares if one of the files was exported, and without --imgsz they have the size for which some were exported or
+    quantized.
+    """
+    files = [config.weights for config in configs] + [config.baseline for config in configs if config.baseline]
+    if any(file.suffix.lower() not in CHECKPOINTS for file in files):
+        configs = [replace(config, square=True) for config in configs]
     if configs[0].imgsz:
         return configs
     made_for: dict[object, Path] = {}

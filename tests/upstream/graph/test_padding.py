@@ -522,7 +522,10 @@ def test_val_trt_sh_passes_options_on(tmp_path, words):
         script, cwd=tmp_path, env={**os.environ, 'PYTHON': str(tmp_path / 'python')}, check=True, capture_output=True
     )
     lines = (tmp_path / 'said').read_text().splitlines()
-    assert [('--no-pad' in line) for line in lines if 'export_qat.py' in line] == [bool(words)]
+    exports = [line for line in lines if 'export_qat.py' in line]
+    assert [('--no-pad' in line) for line in exports] == [bool(words)] * len(exports)
+    typed, usual = [('--trt 11' in line, '--half' in line) for line in exports], (False, False)
+    assert typed == ([(True, True), usual] if '--float' in words else [usual]), 'of TensorRT 10 the float file is FP16'
     assert not [line for line in lines if 'export_qat.py' not in line and '--no-pad' in line]
     builds = [line for line in lines if 'build_engine.py' in line and '--which' not in line]
     assert [('--level 2' in line) for line in builds] == ([True] * 2 if '--level' in words else [False])

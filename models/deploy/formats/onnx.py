@@ -246,7 +246,8 @@ def build_command(path: Path, export: Export) -> str:
     if export.zero_points:
         return f'{export.target.title}; {export.target.only_here} (--target tensorrt)'
     if trt == 11:
-        return f'{trtexec}  (TensorRT 11; {"INT8 and " * int8}{"FP16" if typed_half(export) else "FP32: --half exports FP16"})'
+        types = f'{"INT8 and " * int8}{"FP16" if typed_half(export) else "FP32: --half exports FP16"}'
+        return f'{trtexec}  (TensorRT 11, and with --stronglyTyped 10; {types})'
     return f'{trtexec} --fp16{" --int8" * int8}  (TensorRT {"8.6" if trt == 8 else 10})'
 
 

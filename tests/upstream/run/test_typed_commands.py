@@ -308,11 +308,9 @@ def test_an_ap_that_compares_with_no_other_is_said_to_be_so(small, tmp_path):
     beside = json.loads((tmp_path / 'both-m.pt/metrics.json').read_text())
     assert '64 x 64' in beside['seen'] and 'up to' not in beside['seen'], 'a file as baseline takes squares'
     assert abs(beside['against_baseline']['difference']) < 0.01
-    joint = rows_of((tmp_path / 'both/report.md').read_text(), 'model')
-    of_files = [file.name for file in both]
-    assert [*joint][1:] == ['m.onnx', *of_files, *(f'{file} - m.onnx, points' for file in of_files)], (
-        'the baseline first'
-    )
+    joint, first = rows_of((tmp_path / 'both/report.md').read_text(), 'model'), 'm.onnx (baseline)'
+    names = [file.name for file in both]
+    assert [*joint][1:] == [first, *names, *(f'{name} - {first}, points' for name in names)]
     said = command('qat.py', 'eval', '--weights', tmp_path / 'm.onnx', *common, '--conf-thres', 0.25)
     assert re.search(warning.format('', '--conf-thres', 'leave --conf-thres out'), said)
     assert 'warning' not in command('qat.py', 'eval', '--weights', tmp_path / 'm.onnx', *common)

@@ -103,7 +103,8 @@ def write_several(folder: Path, scores: Sequence[Score], config: EvalConfig) -> 
     against = [score.metrics.against(scores[0].metrics) for score in scores[1:]]
     records = [{'model': s.config.weights, **s.record(), 'against_first': d} for s, d in zip(scores, (None, *against))]
     if config.baseline and (baseline := scores[0].baseline):
-        names, models = [config.baseline.name, *names], {config.baseline.name: baseline, **models}
+        name = f'{config.baseline.name} (baseline)'  # a file may be called so too
+        names, models = [name, *names], {name: baseline, **models}
         against = [score.metrics.against(baseline) for score in scores]
     table = models_table(names, [*models.values()], against)
     settings = {**asdict(config), 'weights': [score.config.weights for score in scores]}

@@ -96,13 +96,13 @@ def write_scores(score: Score, following: str) -> None:
 def write_several(folder: Path, scores: Sequence[Score], config: EvalConfig) -> str:
     """Write the report of several files on the same images, see `_write_report`, and return its table.
 
-    The table has the metrics of each file, and the differences from the baseline or else from the first. config: of the
-    first, as typed.
+    The table has the metrics of each file, and the differences from the baseline, if all have seen alike images, or else from
+    the first. config: of the first, as typed.
     """
     names, models = names_of(scores), {s.folder.name.removeprefix(f'{folder.name}-'): s.metrics for s in scores}
     against = [score.metrics.against(scores[0].metrics) for score in scores[1:]]
     records = [{'model': s.config.weights, **s.record(), 'against_first': d} for s, d in zip(scores, (None, *against))]
-    if config.baseline and (baseline := scores[0].baseline):
+    if config.baseline and (baseline := scores[0].baseline) and len({score.seen for score in scores}) == 1:
         name = f'{config.baseline.name} (baseline)'  # a file may be called so too
         names, models = [name, *names], {name: baseline, **models}
         against = [score.metrics.against(baseline) for score in scores]

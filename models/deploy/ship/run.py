@@ -57,7 +57,7 @@ def work(plan: Plan, runner: Runner) -> None:
             if not with_silu.reasons:
                 return conclude(with_silu, runner, tried)
             tried.append(f'With SiLU it is {with_silu.outcome.gain}, and changes {with_silu.outcome.cost}.')
-        LOGGER.info(f'{results.reasons["accuracy"]}: blocks return to float')
+        LOGGER.info(f'{tried[-1]} Blocks return to float.')
         sensitive, taught = plan.sensitive(results.taught), results.taught
         # `quantize` counts what is lost beyond the interval
         budget = round(max(0, config.max_drop - 100 * results.outcome.against_float['chance']), 2)

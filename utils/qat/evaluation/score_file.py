@@ -162,14 +162,14 @@ def score_files(configs: Sequence[EvalConfig], load_model: Load) -> None:
     data, the scores of the files before it stay.
     """
     if len(configs) == 1:
-        score_file(configs[0], load_model, resample=bool(configs[0].baseline))
+        score_file(configs[0], load_model, bool(configs[0].baseline), {})
         return
     scores: list[Score] = []
     baselines: dict[object, Metrics] = {}
     with run_folder(configs[0]) as folder:
         try:
             for config in _on_alike_images(_apart(configs, folder), load_model):
-                scores.append(score_file(config, load_model, resample=True, baselines=baselines))
+                scores.append(score_file(config, load_model, True, baselines))
         finally:  # also for the files before one that does not fit
             if folder and len(scores) > 1:
                 LOGGER.log(RESULT, f'\n{write_several(folder, scores, configs[0])}\n')
@@ -217,9 +217,7 @@ def _apart(configs: Sequence[EvalConfig], folder: Path | None) -> Sequence[EvalC
     return [replace(config, name=f'{common}-{name}') for config, name in zip(configs, names)]
 
 
-def score_file(
-    config: EvalConfig, load_model: Load, resample: bool, baselines: dict[object, Metrics] | None = None
-) -> Score:
+def score_file(config: EvalConfig, load_model: Load, resample: bool, baselines: dict[object, Metrics]) -> Score:
     """Score the model in config.weights and its baseline, log the tables, and write the report and predictions.json.
 
     An exported file gets images letterboxed to its own size. baselines: gets the metrics of the baseline by backend and
@@ -258,11 +256,11 @@ def score_file(
         )
         if nothing := finds_nothing(metrics):
             LOGGER.warning(f'{config.weights}: {nothing}')
-        before, known, key = None, {} if baselines is None else baselines, (backend, seen)
-        if baseline:
+        key = backend, seen
+        if baseline and key not in baselines:
             shown = partial(bar, text='evaluating the baseline')
-            known[key] = known.get(key) or evaluate(baseline, *how, progress=shown, resample=resample)
-            before = known[key]
+            baselines[key] = evaluate(baseline, *how, progress=shown, resample=resample)
+        before = baselines[key] if baseline else None
         if isinstance(before, ClassMetrics) and isinstance(metrics, ClassMetrics):
             vars(metrics).update(distance(metrics.scores, before.scores))
         score = Score(config, folder, device, seen, metrics, before, note)

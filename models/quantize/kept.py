@@ -11,7 +11,7 @@ from utils.qat.config.qat import QuantizeConfig
 from utils.qat.core.errors import QatError, reporting
 from utils.qat.core.log import LOGGER
 from utils.qat.core.upstream import Network
-from utils.qat.evaluation.interval import Change, boxes_and_masks, points_lost
+from utils.qat.evaluation.interval import Change, boxes_and_masks, in_words, points_lost
 from utils.qat.run.sensitivity_summary import Summary, Unit, read_summary, worst
 
 T = TypeVar('T')
@@ -131,7 +131,7 @@ def within_budget(
                 'images (val in --data)'
             )
         lost[n] = points_lost(change)
-        LOGGER.info(f'{lost[n]:.2f} points lost beyond the confidence interval, at most {budget} allowed')
+        LOGGER.info(f'{in_words(change)}; at most {budget:g} points may be lost')
         if lost[n] <= budget:
             kept.clear()  # the results with more units
             kept[n] = of_n, result

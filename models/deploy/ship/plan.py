@@ -34,6 +34,7 @@ class Step(NamedTuple):
     seconds: float  # expected
     command: str
     beside: tuple[Path, ...] = ()  # further files that later steps need
+    needed: bool = True  # whether later steps hang on it
 
 
 def flags(**values: object) -> list[object]:
@@ -145,10 +146,12 @@ class Plan:
         words = [config.weights, checkpoint, file, *self.images(data=config.data, images=0, show=SHOWN)]
         name, title = f'{run}-outputs', 'AP and outputs of the files'
         seconds = COMPARED * numbers['val'] * self.seconds + DRAWN
-        yield self.step(name, title, 'compare.json', seconds, 'compare_outputs.py', *words)
+        step = self.step(name, title, 'compare.json', seconds, 'compare_outputs.py', *words)
+        yield step._replace(needed=False)
         how = flags(backend=self.shown.name, device=self.engine_device, batch=config.batch, duration=DURATION)
         words = [self.float_file, file, *how]
-        yield self.step(f'{run}-speed', 'speed', 'benchmark.json', 6 * DURATION, 'benchmark_trt.py', *words)
+        step = self.step(f'{run}-speed', 'speed', 'benchmark.json', 6 * DURATION, 'benchmark_trt.py', *words)
+        yield step._replace(needed=False)
 
     def sensitive(self, taught: Path | None = None) -> Step:
         """Return the step that measures what the INT8 of each block costs, for --max-drop."""

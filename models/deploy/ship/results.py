@@ -1,6 +1,7 @@
 """`conclude` reads the files that the steps of ship have left, and writes ship.json and the page."""
 
 import shlex
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -48,6 +49,7 @@ class Results:
         self.outcome = Outcome(gain, 'mask ' * (worst is not against) + self.title, worst)
         least = 0 if plan.target.integers else plan.config.min_speedup  # times are not those of a chip
         self.reasons = against_int8(self.outcome, plan.config.max_drop, least)
+        self.disturbance = disturbance(self.rows)
 
     @property
     def taught(self) -> Path | None:
@@ -109,8 +111,11 @@ def ways(plan: Plan, file: Path, checkpoint: Path) -> dict[str, str]:
     return told
 
 
-def conclude(results: Results, runner: Runner, tried: list[str]) -> None:
-    """Write ship.json and the page, and say the verdict. tried: what else was measured, in words."""
+def conclude(results: Results, runner: Runner, tried: list[str], disturbed: Mapping[str, str]) -> None:
+    """Write ship.json and the page, and say the verdict.
+
+    tried: what else was measured, in words. disturbed: command of a measurement → what disturbed it; --resume runs it again.
+    """
     plan, outcome, reasons, done = results.plan, results.outcome, results.reasons, runner.done
     config, folder, checkpoint = plan.config, plan.folder, plan.folder / results.run / DELIVERED
     file, row = plan.int8_file(results.run), results.of_int8
@@ -119,9 +124,9 @@ def conclude(results: Results, runner: Runner, tried: list[str]) -> None:
     said = sentence(outcome, reasons, file, results.of_int8['size_bytes'], results.of_float['size_bytes'])
     amx = not results.machine['gpu'] and 'AMX' in results.machine['instructions']
     known = config.activation, config.epochs or 0, config.batch, max(config.imgsz), amx
-    advice, noise = would_change(reasons, plan.target.gains_by, *known), disturbance(results.rows)
-    if noise:
-        tried = [f'{noise[0].upper()}{noise[1:]}; --resume measures again.', *tried]
+    advice = would_change(reasons, plan.target.gains_by, *known)
+    noises = [f'{noise[0].upper()}{noise[1:]}; --resume measures again.' for noise in dict.fromkeys(disturbed.values())]
+    tried = [*noises, *tried]
     commands, models = [step.command for step in done], results.models()
     difference, half_width = outcome.against_float['difference'], outcome.against_float['chance']
     about = {
@@ -136,7 +141,7 @@ def conclude(results: Results, runner: Runner, tried: list[str]) -> None:
         'ap_difference': difference,
         'interval': None if half_width == UNKNOWN else (difference - half_width, difference + half_width),
         'reasons': [*reasons.values()],
-        'disturbed': bool(noise),
+        'disturbed': bool(disturbed),
         'tried': tried,
         'would_change': advice,
         'commands': commands,
@@ -171,6 +176,7 @@ def conclude(results: Results, runner: Runner, tried: list[str]) -> None:
     ]
     write_page(folder / 'ship', f'{config.weights.name} for {plan.target.title}', parts)
     LOGGER.log(RESULT, '\n\n'.join(['', models, said, *tried, *advice]) + '\n')
-    if noise:
-        runner.note(done[-1], 0)  # the speed
+    for step in done:
+        if step.command in disturbed:
+            runner.note(step, 0)
     finish(file=file, page=folder / 'ship.html', json=folder / 'ship.json')

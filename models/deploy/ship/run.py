@@ -30,7 +30,8 @@ def work(plan: Plan, runner: Runner) -> None:
     """Run the steps, and conclude. Raises QatError for a model that finds nothing in the images."""
     config, runner.ahead = plan.config, [*plan.first(), *plan.quantized(ALL)]
     scored, *rest = runner.ahead
-    LOGGER.info(f'{len(runner.ahead)} steps, of which those that are left take about {runner.expect(runner.ahead)}')
+    left = sum(not runner.has(step) for step in runner.ahead)
+    LOGGER.info(f'{len(runner.ahead)} steps; {left} are left' + f', about {runner.expect(runner.ahead)}' * bool(left))
     if 'epochs' in config.decided and not config.epochs:
         LOGGER.info(f'without fine-tuning, of which an epoch would take about {in_words(plan.epoch)} on this CPU')
     runner.run([scored])
@@ -38,12 +39,19 @@ def work(plan: Plan, runner: Runner) -> None:
         raise QatError(f'--weights {config.weights}, --data {config.data}: the float model {nothing}')
     runner.run(rest)
 
+    disturbed: dict[str, str] = {}  # command of a measurement → what disturbed it
+
+    def results_of(plan: Plan, run: str) -> Results:
+        results = Results(plan, run)
+        disturbed.update({runner.done[-1].command: results.disturbance} if results.disturbance else {})
+        return results
+
     def quantized(plan: Plan, run: str, *before: Step, **how: Any) -> Results:
         runner.ahead = [*before, *plan.quantized(run, **how)]
         runner.run([*runner.ahead])
-        return Results(plan, run)
+        return results_of(plan, run)
 
-    results, chip = Results(plan, ALL), plan.target.integers
+    results, chip = results_of(plan, ALL), plan.target.integers
     tried = [NO_CHIP.format(plan.shown.title)] * chip
     loses = [*results.reasons] == ['accuracy'] and not chip
     if loses and not results.outcome.beyond:
@@ -55,14 +63,13 @@ def work(plan: Plan, runner: Runner) -> None:
             LOGGER.info(f'{results.reasons["accuracy"]}: once more with SiLU')
             with_silu = quantized(replace(plan, config=replace(config, activation='keep')), SILU)
             if not with_silu.reasons:
-                return conclude(with_silu, runner, tried)
+                return conclude(with_silu, runner, tried, disturbed)
             tried.append(f'With SiLU it is {with_silu.outcome.gain}, and changes {with_silu.outcome.cost}.')
         LOGGER.info(f'{tried[-1]} Blocks return to float.')
         sensitive, taught = plan.sensitive(results.taught), results.taught
-        # `quantize` counts what is lost beyond the interval
-        budget = round(max(0, config.max_drop - 100 * results.outcome.against_float['chance']), 2)
-        results = quantized(plan, PARTLY, sensitive, taught=taught, sensitive=sensitive.result, max_drop=budget)
-    conclude(results, runner, tried)
+        how_much = {'sensitive': sensitive.result, 'max_drop': config.max_drop}
+        results = quantized(plan, PARTLY, sensitive, taught=taught, **how_much)
+    conclude(results, runner, tried, disturbed)
 
 
 def last_run(path: Path, digest: str) -> Path | None:

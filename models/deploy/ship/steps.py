@@ -96,7 +96,8 @@ class Runner:
                 LOGGER.info(f'{position}, about {self.expect([step])}; all that is left: {self.expect(self.ahead)}')
                 delete_unfinished(folder)
                 started = step.command in self.taken and (folder / STATE).exists()
-                self.taken = {one.command: self.taken[one.command] for one in self.done}  # all others hang on this step
+                if step.needed:
+                    self.taken = {one.command: self.taken[one.command] for one in self.done}
                 self.note(step, 0)
                 self.note(step, _call(command('qat.py', 'quantize', '--resume', folder) if started else step.command))
             self.ahead.remove(step)

@@ -680,7 +680,7 @@ COSTS_NOTHING = 'INT8 costs nothing that these images show: AP 0.5000, -0.40 ± 
     'difference, says',
     [
         (-0.004, COSTS_NOTHING),
-        (-0.02, 'INT8 costs 2.00 points of AP beyond the confidence interval: AP 0.5000'),
+        (-0.02, 'INT8 costs 2.00 points of AP, beyond the confidence interval: AP 0.5000'),
         (0.02, 'INT8 scores higher than float: AP 0.5000'),
     ],
 )
@@ -703,7 +703,7 @@ def test_a_loss_by_other_activation_functions_is_not_booked_to_int8():
     said = ' '.join(conclusions(state))
     assert 'Float with relu against float: -10.00 ± 1.00' in said and 'INT8 against float: -10.00 ± 1.00' in said
     state.resampled['val'].clear()
-    assert headline(state).startswith('INT8 with relu costs 10.00 points of AP beyond the confidence interval')
+    assert headline(state).startswith('INT8 with relu costs 10.00 points of AP, beyond the confidence interval')
 
 
 @pytest.mark.parametrize(

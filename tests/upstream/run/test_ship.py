@@ -78,6 +78,8 @@ def test_a_finished_step_does_not_run_again(made, tmp_path):
     assert run(tmp_path, made()) == ''
     assert run(tmp_path, made(b='otherwise')) == 'bc', 'what follows a step that ran hangs on it'
     assert run(tmp_path, made(b='otherwise'), digest='2') == 'abc', 'other images or weights'
+    a, b, c = made(b='measured')
+    assert run(tmp_path, [a, b._replace(needed=False), c], digest='2') == 'b', 'nothing hangs on a measurement'
     (tmp_path / 'c').unlink()
     assert run(tmp_path, made(b='otherwise'), digest='2') == 'c'
     assert run(tmp_path, made(b='otherwise'), digest='2', resume=False) == 'abc', 'without --resume'
@@ -295,12 +297,18 @@ def test_from_a_checkpoint_of_two_branches_to_the_file(small, tmp_path, monkeypa
     assert said.count('\n$ python ') == said.count('\n$ python benchmark_trt.py ') == 1
 
     monkeypatch.setattr(Outcome, 'beyond', True)
-    monkeypatch.setattr(concluded, 'against_int8', lambda *of, reasons=[{'accuracy': 'it loses'}, {}]: reasons.pop(0))
+    reasons, noises = 2 * [{'accuracy': 'it loses'}, {}], ['the CPU was busy', '', '', '']
+    monkeypatch.setattr(concluded, 'against_int8', lambda *of: reasons.pop(0))
+    monkeypatch.setattr(concluded, 'disturbance', lambda rows: noises.pop(0))
     said = command('qat.py', *words, '--resume')
     without = json.loads((folder / 'ship.json').read_text())
     assert without['file'] == str(folder / 'quantize-silu/weights/best.xml') and without['verdict'] == 'int8'
     assert said.count('done before') == 6 and said.count('\n$ python ') == 4 and '--activation keep' in said
-    assert 'and --activation polynomial it is' in without['tried'][0], 'what is left out by default if it costs AP'
+    assert 'and --activation polynomial it is' in without['tried'][1], 'what is left out by default if it costs AP'
+    assert without['disturbed'] and 'The CPU was busy' in without['tried'][0], 'the speed of a run before the last'
+    said = command('qat.py', *words, '--resume')
+    assert said.count('\n$ python ') == said.count('\n$ python benchmark_trt.py ') == 1, 'and nothing else again'
+    assert not json.loads((folder / 'ship.json').read_text())['disturbed']
 
 
 def test_what_it_refuses(small, tmp_path):

@@ -136,7 +136,7 @@ def within_interval(part: Part) -> bool:
 
 
 def points_lost(change: Change) -> float:
-    """Compute the points (0.01) of AP that are lost beyond the interval, the larger of boxes and masks; within it 0."""
+    """Compute the points (0.01) of AP that are lost, of boxes or of masks, the larger; a loss within its interval counts as 0."""
     return max(0 if within_interval(part) else -100 * part['difference'] for part in boxes_and_masks(change))
 
 

@@ -181,7 +181,7 @@ def headline(state: State) -> str:
     if all(map(within_interval, boxes_and_masks(against))):
         cost = f'{what} costs nothing that these images show'
     elif points_lost(against) > 0:
-        cost = f'{what} costs {points_lost(against):.2f} points of {title} beyond the confidence interval'
+        cost = f'{what} costs {points_lost(against):.2f} points of {title}, beyond the confidence interval'
     else:
         cost = f'{what} scores higher than {adapted_title(state) if beside else FLOAT}'
     return f'{cost}: {ap}, {beside}{in_words(against, title)}, on {state.images[images]} images; {file}.'

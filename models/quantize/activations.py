@@ -146,6 +146,11 @@ def restore(model: Network, paths: Collection[str]) -> Network:
     return model
 
 
+def is_exchanged(model: Network) -> bool:
+    """Tell whether the new activation functions of all exchanges compute alone."""
+    return all(exchange.share == 1 for exchange in exchanges(model).values())
+
+
 def finish_exchange(model: Network) -> Network:
     """Put the new activation functions in the place of the exchanges, in place, and return the model."""
     for path, exchange in exchanges(model).items():

@@ -7,8 +7,9 @@ from collections.abc import Sequence
 
 import torch
 
+from models.quantize.adapt import expected_loss
 from models.quantize.run.run import Run, Work
-from utils.qat.config.qat import PRICES, QuantizeConfig
+from utils.qat.config.qat import QuantizeConfig
 from utils.qat.core.log import LOGGER
 from utils.qat.core.text import in_words
 from utils.qat.core.upstream import Network
@@ -32,10 +33,11 @@ def seconds_per_image(model: Network, imgsz: Sequence[int], device: torch.device
 
 
 def announce(run: Run, plan: QuantizeConfig, work: Work) -> None:
-    """Say what is known of a learnt activation function, and on a CPU how long the epochs that are left will take."""
+    """Say what a learnt activation function will cost, and on a CPU how long the epochs that are left will take."""
     state = run.state
     if work.adaptation and not state.adapted:
-        LOGGER.info(f'--activation {plan.activation}: {PRICES[plan.activation]}')
+        price = expected_loss(len(run.data.names), state.images['train'])
+        LOGGER.info(f'--activation {plan.activation}: the model learns it; {price}')
     if run.device.type == 'cuda':
         return
     ahead = [

@@ -9,7 +9,7 @@ from copy import deepcopy
 from dataclasses import replace
 from functools import partial
 
-from models.quantize.activations import exchanged, exchanges, finish_exchange, restore
+from models.quantize.activations import exchanged, exchanges, finish_exchange, is_exchanged, restore
 from models.quantize.adapt import RATE, adapt
 from models.quantize.calibration.ptq import calibrated
 from models.quantize.finetuning.loop import Epoch, Learning, finetune
@@ -20,8 +20,10 @@ from models.quantize.run.scorer import change_by, score, score_float
 from utils.qat.config.qat import LEARNT, QuantizeConfig
 from utils.qat.core.log import LOGGER, bar
 from utils.qat.core.run_folder import DELIVERED
+from utils.qat.core.text import in_words
 from utils.qat.core.upstream import Network
 from utils.qat.data.loaders import Images, TrainingImages
+from utils.qat.evaluation.interval import points_lost
 from utils.qat.run.state import ADAPTED, BEST, EPOCH, PTQ, Calibration, Stage, unfit_state
 
 
@@ -64,7 +66,8 @@ def keep_model(run: Run, model: Network, start: str, name: str, scoring: bool = 
 def adapted(run: Run, plan: QuantizeConfig, work: Work) -> Network:
     """Exchange activation functions, teach the float model those that it has to learn, save and score it, and return it.
 
-    With a summary that ranks them as many stay as plan.max_drop needs before the model learns.
+    With a summary that ranks them as many stay as plan.max_drop needs before the model learns; without one it learns until plan.max_drop
+    is kept.
     """
     kept, state, activation = work.float_functions, run.state, plan.activation
     if state.adapted:
@@ -88,8 +91,15 @@ def adapted(run: Run, plan: QuantizeConfig, work: Work) -> Network:
         for epoch in kept_epochs(learn, work.adaptation, run, what, how.epochs):
             loss = epoch.loss
             state.times[f'{activation} {EPOCH.format(epoch.number)}'] = round(epoch.seconds, 2)
-            LOGGER.info(f'{what} {epoch.number}: loss {loss:.4f}')
+            left = how.epochs - epoch.number
+            time_left = f'; {left} more take about {in_words(left * epoch.seconds)}' * bool(left)
+            LOGGER.info(f'{what} {epoch.number}: loss {loss:.4f}{time_left}')
             run.report()
+            if left and not plan.sensitive and plan.max_drop is not None and is_exchanged(student):
+                lost = points_lost(change_by(run, finish_exchange(deepcopy(student)).eval()))
+                if lost <= plan.max_drop:
+                    LOGGER.info(f'--max-drop {plan.max_drop:g}: kept, so {left} epochs are left out')
+                    break
     stage = keep_model(run, finish_exchange(student).eval(), f'float_{activation}', ADAPTED, plan.eval_ptq)
     stage.loss, state.adapted, state.training = loss, stage, None
     run.keep()

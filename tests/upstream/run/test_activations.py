@@ -1,10 +1,12 @@
 """Laws of exchanged activation functions: which are exchanged, how near the polynomial is, and what files and runs know of them."""
 
+import csv
 import json
 import re
 import shutil
 from copy import deepcopy
 from itertools import islice
+from pathlib import Path
 
 import onnx
 import pytest
@@ -27,7 +29,7 @@ from models.quantize.activations import (
     finish_exchange,
     restore,
 )
-from models.quantize.adapt import adapt
+from models.quantize.adapt import LOST, adapt, expected_loss
 from models.quantize.calibration.calibrate import fit_ranges
 from models.quantize.calibration.divergence import HeadOutputs
 from models.quantize.convert import quantize_model
@@ -291,9 +293,46 @@ def run(small, tmp_path_factory):
     """The folder of a run with ReLU, to its end."""
     folder = tmp_path_factory.mktemp('runs')
     said = command(*quantize(small, folder, 2, 1, '--name', 'a'))
-    assert 'float with relu' in said and '--activation relu: the model learns it from your images, and' in said
+    assert 'float with relu' in said and '--activation relu: the model learns it; with 10 classes and ' in said
     assert re.search(r'--activation-epochs \d+ will take about \d+ ', said)
     return folder / 'a'
+
+
+@pytest.mark.parametrize(
+    ('classes', 'images', 'expected'),
+    [
+        (3, 292, '0 to 0.6 points of AP,'),
+        (31, 200, '0 to 0.6 points'),
+        (32, 160, '0 to 6.5 points'),
+        (80, 1000, '5.7 to 6.5 points'),
+        (81, 1000, '5.7 points of AP or more'),
+        (3, 159, '0.6 points of AP, or more, because fewer than 160 images'),
+    ],
+)
+def test_the_price_is_that_of_data_with_as_many_classes(classes, images, expected):
+    said = expected_loss(classes, images)
+    assert f'with {classes} classes and {images} images expect to lose' in said and expected in said
+
+
+def test_the_price_holds_where_it_was_not_measured():
+    """BCCD, 3 classes, made none of LOST: with all functions exchanged it loses no more."""
+    measured = Path(__file__).parents[3] / 'docs' / 'measured' / 'activations.csv'
+    wanted = 'yolov9-t BCCD', 'relu', 'all'
+    with measured.open(newline='') as f:
+        rows = [row for row in csv.DictReader(f) if (row['network'], row['activation'], row['layers']) == wanted]
+    lost = [100 * (float(row['AP float SiLU']) - float(row['AP float'])) for row in rows]
+    assert len(lost) > 2 and max(lost) <= LOST[31][1]
+
+
+def test_it_learns_no_longer_than_the_budget_asks(small, tmp_path):
+    said = command(*quantize(small, tmp_path, 5, 0, '--max-drop', 100, '--name', 'a'))
+    times = json.loads((tmp_path / 'a' / 'report.json').read_text())['times']
+    learnt = [name for name in times if name.startswith('relu epoch')]
+    assert learnt == ['relu epoch 1', 'relu epoch 2'], 'the first epoch that ends with the new functions alone'
+    assert re.search(r'relu, epoch 1: loss [\d.]+; 4 more take about ', said)
+    assert (
+        '--max-drop 100: kept, so 3 epochs are left out' in said and (tmp_path / 'a' / 'weights' / 'best.pt').is_file()
+    )
 
 
 def test_the_float_row_is_the_unchanged_model(small, run):

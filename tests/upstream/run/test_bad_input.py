@@ -66,6 +66,8 @@ qat.py quantize --weights {single} --hyp {hyp} --data {data} --imgsz 64 --worker
     --imgsz 100000                     | --imgsz 100000 100000: must lie in 32 to 8192
     --imgsz 128 96                     | --hyp; augmented images are squares; one number for --imgsz
     --keep-float 1                     | needs --sensitive
+    --max-drop 1                       | needs --sensitive
+    --activation relu --keep-float 1   | needs --sensitive
     --sensitive x.json                 | say what to do with it
     --sensitive x.json --max-drop 0.2  | x.json: no such file
     --exclude model.99                 | matches no quantized layer

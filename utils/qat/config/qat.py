@@ -21,7 +21,7 @@ PRICES = {  # --activation → what was measured, docs/activations.md
     'polynomial': 'AP stayed within the confidence interval',
     **dict.fromkeys(
         LEARNT,
-        'the model learns it from your images, and from labels in --epochs, at next to no cost with few classes, and for 6.5 points of AP '
+        'the model learns it from your images, and from labels in --epochs, at next to no cost with up to 31 classes, and for 6 points of AP '
         'with the 80 of COCO',
     ),
 }
@@ -280,7 +280,7 @@ class QuantizeConfig(CalibrationConfig):
     activation_only: tuple[str, ...] = activations(
         (), 'layers whose functions are exchanged, by path; default: all', metavar='REGEX'
     )
-    activation_epochs: int = activations(20, 'epochs in which the model learns its ReLUs', allowed=Range(1))
+    activation_epochs: int = activations(20, 'epochs in which the model learns its ReLUs, at most', allowed=Range(1))
     exclude: tuple[str, ...] = layers(
         (),
         r"layers that stay in float, by path: 'model.2' is layer 2 and all in it, '.*\.cv4' every cv4",
@@ -295,7 +295,7 @@ class QuantizeConfig(CalibrationConfig):
     keep_float: int = layers(0, 'leave the N most sensitive units of SUMMARY in float', allowed=Range(0))
     max_drop: float | None = layers(
         None,
-        'leave units of SUMMARY in float until calibration loses at most so many points of AP',
+        'leave units of SUMMARY in float until calibration loses at most so many points of AP; without SUMMARY ReLUs are learnt until then',
         metavar='POINTS',
         allowed=POINTS,
     )
@@ -331,7 +331,7 @@ class QuantizeConfig(CalibrationConfig):
             f'{left}: leaves layers in float, and --target {self.target} computes integers alone; leave it out',
         )
         yield (
-            choosing and not self.sensitive,
+            choosing and not self.sensitive and (self.keep_float or self.activation not in LEARNT),
             f'{choosing}: needs --sensitive SUMMARY, the summary-sensitive-analysis.json '
             'that `qat.py sensitive` writes',
         )

@@ -8,7 +8,7 @@ import torch
 
 from utils.qat.config.common import LoaderConfig
 from utils.qat.core.command import explain_out_of_memory
-from utils.qat.core.errors import QatError, explain
+from utils.qat.core.errors import QatError, explain, one_line
 from utils.qat.core.files import atomic
 from utils.qat.data.loaders import Loader
 
@@ -34,6 +34,10 @@ KILLED = 'a data loading process was killed'
 def test_the_line_of_an_error(error, says):
     line = explain(error)
     assert line is None if says is None else line.startswith(says)
+
+
+def test_an_error_without_words_is_told_by_its_kind():
+    assert one_line(EOFError()) == 'EOFError' and one_line('') == ''
 
 
 @pytest.mark.parametrize('error', [ConnectionResetError(errno.ECONNRESET, 'reset'), EOFError()])

@@ -38,7 +38,7 @@ def stride_and_names(path: Path, metadata: dict[str, str]) -> tuple[int, dict[in
     except (ValueError, TypeError, SyntaxError, OverflowError, MemoryError, RecursionError) as e:
         raise QatError(
             f'--weights {path}: its metadata, stride {metadata.get("stride")!r:.40} and names {text!r:.40}, cannot be read '
-            f'({one_line(e, 100) or type(e).__name__}); export it with export_qat.py'
+            f'({one_line(e, 100)}); export it with export_qat.py'
         ) from e
     return max(stride, SMALLEST_STRIDE), None if names is None else class_names(names, f'--weights {path}')
 

@@ -60,8 +60,8 @@ def naming(source: object) -> Iterator[None]:
 
 
 def one_line(text: object, most: int = 200) -> str:
-    """Return a text, such as that of an error, on one line of at most `most` characters."""
-    return ' '.join(str(text).split())[:most]
+    """Return a text on one line of at most `most` characters; of an error what it says, or else its kind."""
+    return ' '.join(str(text).split())[:most] or type(text).__name__ * isinstance(text, BaseException)
 
 
 @contextlib.contextmanager
@@ -70,9 +70,8 @@ def reporting(problem: str, *errors: type[BaseException], remedy: str = '', most
     try:
         yield
     except errors as e:
-        kind = type(e).__name__
         # of any kind: which one
-        said = f'{kind}: {one_line(e, most)}' if Exception in errors else one_line(e, most) or kind
+        said = f'{type(e).__name__}: ' * (Exception in errors) + one_line(e, most)
         raise QatError(f'{problem} ({said})' + f'; {remedy}' * bool(remedy)) from e
 
 

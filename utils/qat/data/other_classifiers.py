@@ -68,7 +68,7 @@ def read_rgb(file: str) -> Image.Image:
         with open(file, 'rb') as content:
             return Image.open(content).convert('RGB')
     except Exception as e:  # Pillow's readers of a format raise whatever they meet in a damaged file
-        raise unreadable(file, e or type(e).__name__) from e
+        raise unreadable(file, e) from e
 
 
 def class_images(

@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from utils.qat.core.errors import QatError
+from utils.qat.core.errors import QatError, one_line
 from utils.qat.core.files import require_file
 from utils.qat.untrusted.torch_archive import DAMAGED, Refused, plain_archive
 
@@ -90,7 +90,7 @@ def read_program(path: str | Path, flag: str = '--weights') -> tuple[dict[str, b
     except (KeyError, TypeError, AttributeError, IndexError, ValueError, RecursionError) as e:
         raise QatError(f'{flag} {path}: not loaded: its graph is damaged ({type(e).__name__}); {AGAIN}') from e
     except DAMAGED as e:
-        raise QatError(f'{flag} {path}: no exported program (or cut short): {e or type(e).__name__}; {AGAIN}') from e
+        raise QatError(f'{flag} {path}: no exported program (or cut short): {one_line(e, 500)}; {AGAIN}') from e
 
 
 def read_metadata(text: bytes) -> dict[str, str]:

@@ -25,7 +25,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO, ClassVar
 
-from utils.qat.core.errors import QatError
+from utils.qat.core.errors import QatError, one_line
 
 SCALARS = str, int, float, bool, type(None), bytes  # allowed keys of a dictionary and elements of a set
 OPERATIONS = """
@@ -242,7 +242,7 @@ def read_archive(path: str | Path, flag: str = '--weights') -> Archive:
     except Refused as e:
         raise QatError(f'{flag} {path}: not loaded: {e}') from e
     except DAMAGED as e:
-        raise QatError(f'{flag} {path}: not a PyTorch checkpoint (or cut short): {e or type(e).__name__}') from e
+        raise QatError(f'{flag} {path}: not a PyTorch checkpoint (or cut short): {one_line(e, 500)}') from e
 
 
 def plain_archive(path: str | Path, members: re.Pattern[str], needed: str) -> dict[str, memoryview]:

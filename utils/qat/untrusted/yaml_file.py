@@ -87,4 +87,4 @@ def read_yaml(file: Path, flag: str) -> Any:
     except TooMuch as e:
         raise QatError(f'{flag} {file}: not read: {e}; is it another file?') from e
     except (yaml.YAMLError, ValueError, ArithmeticError, LookupError, TypeError, AttributeError) as e:
-        raise QatError(f'{flag} {file}: not valid YAML: {one_line(e, 300) or type(e).__name__}') from e
+        raise QatError(f'{flag} {file}: not valid YAML: {one_line(e, 300)}') from e

@@ -108,7 +108,7 @@ class ExportedProgram(Pt2):
         except Exception as e:  # torch raises whatever its reader met; what could run code was checked before
             raise QatError(
                 f'{file}: PyTorch {torch.__version__} cannot load it (written by '
-                f'{self.metadata.get("torch", "another one")[:20]}): {one_line(e.__context__ or e) or type(e).__name__}; '
+                f'{self.metadata.get("torch", "another one")[:20]}): {one_line(e.__context__ or e)}; '
                 'export it with export_qat.py --include pt2'
             ) from e
         finally:

@@ -60,12 +60,16 @@ class Score:
         return dict(zip(names, (self.baseline, self.metrics)))
 
 
+def seen_by_all(scores: Sequence[Score]) -> str:
+    """Return the preparation of the images that all files have seen; '' if it differs."""
+    first, *others = {score.seen for score in scores}
+    return '' if others else first
+
+
 def names_of(scores: Sequence[Score]) -> list[str]:
     """Name the files of scores, with the preparation of their images where it differs."""
     names = distinct_names([score.config.weights for score in scores])
-    if len({score.seen for score in scores}) > 1:
-        names = [f'{name}, {score.seen}' for name, score in zip(names, scores)]
-    return names
+    return names if seen_by_all(scores) else [f'{name}, {score.seen}' for name, score in zip(names, scores)]
 
 
 def tables(score: Score) -> list[str]:
@@ -102,7 +106,7 @@ def write_several(folder: Path, scores: Sequence[Score], config: EvalConfig) -> 
     names, models = names_of(scores), {s.folder.name.removeprefix(f'{folder.name}-'): s.metrics for s in scores}
     against = [score.metrics.against(scores[0].metrics) for score in scores[1:]]
     records = [{'model': s.config.weights, **s.record(), 'against_first': d} for s, d in zip(scores, (None, *against))]
-    if config.baseline and (baseline := scores[0].baseline) and len({score.seen for score in scores}) == 1:
+    if config.baseline and (baseline := scores[0].baseline) and seen_by_all(scores):
         name = f'{config.baseline.name} (baseline)'  # a file may be called so too
         names, models = [name, *names], {name: baseline, **models}
         against = [score.metrics.against(baseline) for score in scores]
@@ -125,10 +129,10 @@ def _write_report(
 ) -> None:
     """Write metrics.json with `content`, report.md with `parts`, and classes.png of the metrics in `models` into `folder`."""
     first, kind, metrics = scores[0], type(scores[0].config), scores[0].metrics
-    here, seen, device = machine(first.device), {score.seen for score in scores}, describe(first.device)
+    here, device = machine(first.device), describe(first.device)
     head = {'settings': settings, 'versions': versions(), 'device': device, 'machine': here}
     write_json(folder / 'metrics.json', {**head, **content})
-    images = f'{metrics.images} images{f" {first.seen}" if len(seen) == 1 else ""}'
+    images = f'{metrics.images} images {seen_by_all(scores)}'.rstrip()
     objects = f', with {metrics.instances} objects' if isinstance(metrics, DetectionMetrics) else ''
     pictures = []
     if any(each.per_class for each in models.values()):  # else no detection is correct

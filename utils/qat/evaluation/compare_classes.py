@@ -9,6 +9,7 @@ from utils.qat.config.export import Limits
 from utils.qat.core.errors import QatError
 from utils.qat.core.text import markdown_table, number
 from utils.qat.evaluation.compare import NUMPY_TOLERANCE, Comparison, ElementDifferences, ranks_tables, tolerance_title
+from utils.qat.evaluation.interval import points
 from utils.qat.evaluation.metrics import ClassMetrics
 
 
@@ -93,8 +94,8 @@ def scores_table(comparisons: Sequence[Comparison], names: Sequence[str]) -> str
         distance = f'{e["within"]:.2%}', f'{e["mean"]:.3g}', f'{same_class(c):.1%}', f'{c["disagreement"]:.1%}'
         rows.append((name, *(f'{c["other"][key]:.4f}' for key in keys), *distance))
     for name, c in zip(names[1:], comparisons if first else ()):
-        points = (f'{100 * (c["other"][key] - first[key]):+.2f}' for key in keys)
-        rows.append((f'{name} - {names[0]}, points', *points, *['-'] * 4))
+        gains = (points(c['other'][key] - first[key]) for key in keys)
+        rows.append((f'{name} - {names[0]}, points', *gains, *['-'] * 4))
     titles = (
         f'scores {tolerance_title(settings)}',
         'mean difference',

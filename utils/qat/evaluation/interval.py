@@ -140,9 +140,14 @@ def points_lost(change: Change) -> float:
     return max(0 if within_interval(part) else -100 * part['difference'] for part in boxes_and_masks(change))
 
 
+def points(difference: float) -> str:
+    """Format a difference in points (0.01): '-0.31'."""
+    return f'{round(100 * difference, 2) + 0.0:+.2f}'  # + 0.0: no -0.00
+
+
 def in_points(part: Part) -> str:
-    """Format a difference of boxes, or of masks, in points: '-0.31 ± 0.12'."""
-    return f'{round(100 * part["difference"], 2) + 0.0:+.2f}{plus_minus(part)}'  # + 0.0: no -0.00
+    """Format a difference of boxes, or of masks, in points with its interval: '-0.31 ± 0.12'."""
+    return points(part['difference']) + plus_minus(part)
 
 
 def plus_minus(part: Part) -> str:

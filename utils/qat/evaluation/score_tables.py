@@ -6,7 +6,7 @@ from typing import Any
 
 from utils.qat.core.files import write_picture
 from utils.qat.core.text import literal, markdown_table, number
-from utils.qat.evaluation.interval import UNKNOWN, Change, boxes_and_masks, plus_minus
+from utils.qat.evaluation.interval import UNKNOWN, Change, boxes_and_masks, plus_minus, points
 from utils.qat.evaluation.metrics import DetectionMetrics, Metrics
 
 MOST = 80  # classes in a picture
@@ -38,10 +38,10 @@ class Columns:
     def differences(self, after: Metrics | None, before: Metrics | None, change: Change | None = None) -> list[str]:
         """Format the differences of two models in points (0.01), that of `change` with its interval; '-' if missing."""
         pairs = zip(self.values(after), self.values(before))
-        points = ['-' if a is None or b is None else f'{round(100 * (a - b), 2) + 0.0:+.2f}' for a, b in pairs]
-        for i, part in zip(range(0, len(points), len(self.names)), boxes_and_masks(change) if change else ()):
-            points[i] += plus_minus(part)
-        return points
+        cells = ['-' if a is None or b is None else points(a - b) for a, b in pairs]
+        for i, part in zip(range(0, len(cells), len(self.names)), boxes_and_masks(change) if change else ()):
+            cells[i] += plus_minus(part)
+        return cells
 
 
 def models_table(names: Sequence[str], models: Sequence[Metrics | None], changes: Sequence[Change | None]) -> str:
@@ -120,8 +120,8 @@ def plot_classes(path: Path, models: dict[str, Metrics]) -> None:
             panel.append(next(row_of_axes))
             for i, model in enumerate(others):
                 positions, height = bar_places(range(len(names)), i, len(others))
-                points = [100 * (figures[model].get(name, 0) - figures[first].get(name, 0)) for name in names]
-                panel[1].barh(positions, points, height, color=f'C{i + 1}')
+                gains = [100 * (figures[model].get(name, 0) - figures[first].get(name, 0)) for name in names]
+                panel[1].barh(positions, gains, height, color=f'C{i + 1}')
             widest = max(1.0, *map(abs, panel[1].get_xlim()))
             panel[1].set(
                 xlim=(-widest, widest), xlabel=literal(f'{part.partition(" (")[0]} less that of {first}, points')

@@ -30,13 +30,6 @@ from utils.qat.core.upstream import Network
 LIMITS = {('float', 'FP32'): 1e-3, ('float', 'FP16'): 5e-3, ('INT8', 'FP32'): 0.05, ('INT8', 'FP16'): 0.08}
 MARGIN, SAMPLES = 3, 8
 LAST_BITS = {'FP32': 2.0**-22, 'FP16': 2.0**-12}  # relative to the largest output of a convolution
-RELATIVE = {  # part of the outputs, whose relative error must keep the limit → its title
-    'boxes': 'boxes',
-    'scores': 'scores',  # of the classes, as logits
-    'coefficients': 'mask coefficients',
-    'prototypes': 'prototypes',
-    'logits': 'logits',  # of a classifier
-}
 MIN_SCORE = 1e-4  # a lower score counts as this: its logit magnifies float rounding, and no threshold is lower
 
 
@@ -44,12 +37,13 @@ MIN_SCORE = 1e-4  # a lower score counts as this: its logit magnifies float roun
 class Agreement:
     """Differences between PyTorch and the engine that checked a written file, on the made images."""
 
-    errors: dict[str, float]  # relative errors of the parts, by the keys of RELATIVE that the model has
+    errors: dict[str, float]  # relative errors of the parts, see `output_differences`
     noise: float  # largest relative error of PyTorch against itself; 0 for a float model
     limit: float  # the relative error allowed
 
     def __str__(self) -> str:
-        parts = ', '.join(f'{RELATIVE[name]} {error:.3%}' for name, error in self.errors.items())
+        titles = {'coefficients': 'mask coefficients'}
+        parts = ', '.join(f'{titles.get(name, name)} {error:.3%}' for name, error in self.errors.items())
         spread = '' if 'logits' in self.errors else ' of their spread'
         return f'{parts}{spread}; rounding explains up to {self.limit:.1%}'
 
@@ -78,7 +72,7 @@ def made_images(batch: int, imgsz: Sequence[int]) -> torch.Tensor:
 def output_differences(computed: Any, wanted: Any, engine: str = 'ONNX Runtime') -> dict[str, float]:
     """Compare the outputs of `engine` with PyTorch's: predictions [B, 4 + nc, N], or with masks (predictions, prototypes).
 
-    Returns the relative error of each part, see RELATIVE. Raises QatError if the shapes differ.
+    Returns the relative error of each part of pytorch.split_outputs, of scores as logits. Raises QatError if the shapes differ.
     """
     computed, wanted = (
         {name: part.cpu() for name, part in split_outputs(outputs).items()} for outputs in (computed, wanted)

@@ -7,6 +7,7 @@ from typing_extensions import NotRequired, TypedDict  # typing has both from Pyt
 
 Statistics = dict[str, float]  # of the times of queries, see timing.statistics
 Accuracy = dict[str, Any]  # see run.accuracy_of
+Shown = dict[str, Any]  # a row with the figures that tables derive from it, see tables.with_shown
 
 
 class Facts(TypedDict):
@@ -83,21 +84,3 @@ class Report(TypedDict):
     left_out: list[str]  # lines
     results: Sequence[Row]
     usage: Sequence[tuple]  # samples of a Usage
-
-
-class Shown(Row, total=False):
-    """A row with the figures that tables derive from it."""
-
-    image: str
-    height: int | None
-    width: int | None
-    batch_axis: str
-    spread: str
-    gpu_compute: Statistics | None
-    change: Against | None  # None for a row against itself
-    baseline: str
-    megabytes: float
-    million_parameters: float | None
-    batches: str
-    least_latency: str
-    most_images_per_s: str

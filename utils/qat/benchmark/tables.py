@@ -142,7 +142,7 @@ def with_short_names(results: Sequence[Row]) -> list[Row]:
     ]
 
 
-def series(result: Row) -> tuple[str, str, str, str]:
+def series(result: Row | Shown) -> tuple[str, str, str, str]:
     """Return the series of a row, its key over all batches: (model, backend, types, image size)."""
     return result['model'], result['backend'], result['types'], pixels(result['imgsz'])
 

@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 from utils.qat.config.common import OR_ALL, SEED, SHARE, FolderConfig, LoaderConfig, image_sides, names_from, scores
 from utils.qat.config.settings import Range, Settings, Sides, image_size, option, run
 from utils.qat.config.tables import CHECKPOINTS, DEFAULT_TARGET, EXPORTED, PREDICTING, TARGETS
-from utils.qat.config.tasks import TASKS, load_task
+from utils.qat.config.tasks import load_task
 from utils.qat.core.errors import QatError
 from utils.qat.core.files import in_tree, require_data, require_file, require_source, require_yaml
 from utils.qat.vendors.vendor import Target
@@ -59,7 +59,7 @@ class ModelConfig(FolderConfig, LoaderConfig):
     data: Path = option(COCO, 'data YAML; of a classifier a folder with train/ and val/')
     _: KW_ONLY
     names_from: str | None = names_from()
-    only_task: str | None = None  # refuse models of other tasks; a key of TASKS
+    only_task: str | None = None  # refuse models of other tasks; a key of tasks.TASKS
     decided: tuple[str, ...] = ()  # settings that nobody typed: the model or the device decided them
 
     def __post_init__(self) -> None:
@@ -85,8 +85,7 @@ class ModelConfig(FolderConfig, LoaderConfig):
 
         Raises QatError unless the model fits the settings.
         """
-        own = {name for task in TASKS for name in load_task(task).settings} - model.task.settings
-        given = self.given(sorted(own))
+        given = '' if model.task.masks else self.given(('mask_ratio', 'overlap'))
         wanted = self.only_task and load_task(self.only_task)
         if wanted and wanted is not model.task:
             raise QatError(

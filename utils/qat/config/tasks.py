@@ -38,7 +38,6 @@ class Task(ABC):
     augments = True  # whether images for the fine-tuning can be augmented
     steps: tuple[str, ...] = ('pre', 'inference', 'nms')  # of an evaluation, whose times are reported
     imgsz: Sides = (640, 640)  # usual height and width of images, in pixels
-    settings: frozenset[str] = frozenset()  # fields of LoaderConfig that only its data has
     takes: str  # the form of its data, in words
     placeholder: str  # stands for the user's data in a next command
     parts: tuple[str, ...]  # of the outputs, each with its own SQNR

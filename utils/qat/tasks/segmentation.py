@@ -19,7 +19,6 @@ class Segmentation(Detection):
     name = 'segment'
     title = 'a segmentation model'
     masks = True
-    settings = frozenset({'overlap', 'mask_ratio'})
     parts = (*Detection.parts, 'coefficients', 'prototypes')
 
     def classes_in(self, shapes: Sequence[Sequence[int]]) -> int:

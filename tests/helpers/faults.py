@@ -17,6 +17,7 @@ from dataclasses import dataclass
 import cv2
 import numpy as np
 import pytest
+import torch
 import yaml
 from conftest import REPO, copy_upstream
 from PIL import Image
@@ -376,7 +377,31 @@ def limited(command, argv, folder, seconds, memory):
     return call(command, argv)
 
 
-# ---- archives of torch.save ---------------------------------------------------------------------------------------------
+# ---- archives of torch.save, and files of NumPy ---------------------------------------------------------------------------
+
+
+class Call:
+    """Is pickled as a call of `function`."""
+
+    def __init__(self, function, *arguments):
+        self.call = function, arguments
+
+    def __reduce__(self):
+        return self.call
+
+
+def saved(content):
+    """The bytes that torch.save writes."""
+    out = io.BytesIO()
+    torch.save(content, out)
+    return out.getvalue()
+
+
+def npy(content):
+    """The bytes that np.save writes."""
+    out = io.BytesIO()
+    np.save(out, content, allow_pickle=True)
+    return out.getvalue()
 
 
 def with_pickle(whole, pickled):

@@ -16,7 +16,7 @@ import onnx
 import yaml
 from google.protobuf import json_format
 
-from helpers.faults import pickle_in, with_pickle
+from helpers.faults import npy, pickle_in, with_pickle
 from helpers.graphs import behind_functions
 
 NUMBERS = 0, 1, -1, 3, 1 << 70, 0.5, -0.0, 1e308, float('nan'), float('inf')
@@ -224,9 +224,7 @@ def change_array(whole, chance):
     kind = chance.choice((np.uint8, np.uint8, np.int64, np.float32, np.complex128, bool, 'S3', object))
     axes = [n + chance.choice((0, 0, 0, 1, -1, -n)) for n in array.shape]
     shape = chance.choice((axes, axes[:2], axes[:1], [], [*axes, 1], [*axes[:2], 4], axes[::-1]))
-    out = io.BytesIO()
-    np.save(out, np.zeros(shape, kind, order=chance.choice('CF')))
-    return f'{kind} {shape}', out.getvalue()
+    return f'{kind} {shape}', npy(np.zeros(shape, kind, order=chance.choice('CF')))
 
 
 FORMATS = {  # of faults.KINDS; None: nothing is known of it

@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 import yaml
-from helpers.faults import pickle_in, sampled, with_pickle
+from helpers.faults import Call, pickle_in, sampled, with_pickle
 from helpers.fresh import fresh
 from helpers.mutations import damage
 from helpers.origins import gelan, mit_state, ultralytics_file
@@ -200,20 +200,10 @@ def test_other_models_are_named(tmp_path, monkeypatch):
     assert 'MultimediaTechLab/YOLO, and its network is another than YOLOv9' in refused(file)
 
 
-class Code:
-    """Makes a file when it is unpickled."""
-
-    def __init__(self, target):
-        self.target = str(target)
-
-    def __reduce__(self):
-        return open, (self.target, 'w')
-
-
 def test_nothing_in_a_file_runs(tmp_path):
     theirs, file = gelan('t', 1, 'Detect'), tmp_path / 'best.pt'
     for place in ('_buffers', '_modules', 'names', 'yaml'):
-        code = Code(tmp_path / 'ran')
+        code = Call(open, str(tmp_path / 'ran'), 'w')
         ultralytics_file(file, theirs, **{place: {'more': code} if place.startswith('_') else code})
         assert 'not loaded' in refused(file) and not (tmp_path / 'ran').exists()
 

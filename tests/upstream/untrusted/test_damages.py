@@ -20,7 +20,7 @@ import torch
 import yaml
 from conftest import REPO
 from helpers import zoo
-from helpers.faults import KINDS, lay, sampled, with_pickle
+from helpers.faults import KINDS, Call, lay, npy, sampled, saved, with_pickle
 from helpers.graphs import behind_functions, model_of
 from helpers.zoo import build, full, image, load_dual_or_float, output, same
 from onnx import TensorProto, helper
@@ -177,9 +177,7 @@ FINE_LABELS += [BOX.replace('\n', '\r\n') * 2, BOX.strip(), BOX.replace(' ', '\t
 
 
 def array(*shape, kind=np.uint8):
-    out = io.BytesIO()
-    np.save(out, np.zeros(shape, kind))
-    return out.getvalue()
+    return npy(np.zeros(shape, kind))
 
 
 def copied(make):
@@ -200,22 +198,6 @@ COPIES = {  # of IMG.npy, which upstream takes in place of IMG.jpg
 }
 
 # ---- checkpoints --------------------------------------------------------------------------------------------------------
-
-
-class Call:
-    """Is pickled as a call of `function`."""
-
-    def __init__(self, function, *arguments):
-        self.call = function, arguments
-
-    def __reduce__(self):
-        return self.call
-
-
-def saved(content):
-    out = io.BytesIO()
-    torch.save(content, out)
-    return out.getvalue()
 
 
 def changed(change):
@@ -476,13 +458,12 @@ def test_a_cache_of_labels_is_not_run(material, tmp_path, told):
     lay(material, 'data', tmp_path)
     cache, val = tmp_path / 'set/labels/val.cache', KINDS['data'].readers[0]
     assert told(val)[0] == 0
-    whole, arrays = cache.read_bytes(), io.BytesIO()
-    np.save(arrays, {'a': Call(open, str(SPRUNG), 'w')}, allow_pickle=True)
-    for content in arrays.getvalue(), whole[:-40]:
+    whole, hostile = cache.read_bytes(), npy({'a': Call(open, str(SPRUNG), 'w')})
+    for content in hostile, whole[:-40]:
         cache.write_bytes(content)
         code, line = told(val)
         assert code == 2 and f'{cache}: no cache of labels' in line and 'delete it' in line and not SPRUNG.exists()
-    np.load(io.BytesIO(arrays.getvalue()), allow_pickle=True)
+    np.load(io.BytesIO(hostile), allow_pickle=True)
     assert SPRUNG.exists(), 'it would have'
 
 

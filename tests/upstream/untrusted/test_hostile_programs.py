@@ -4,7 +4,6 @@
 """
 
 import contextlib
-import io
 import json
 import pickle
 import random
@@ -15,7 +14,7 @@ import zipfile
 import pytest
 import torch
 from conftest import REPO
-from helpers.faults import answer
+from helpers.faults import Call, answer, saved
 from helpers.mutations import damage
 from helpers.zoo import deployed
 
@@ -60,16 +59,6 @@ def in_graph(change):
     return apply
 
 
-class Runs:
-    """Creates the file `path` when it is unpickled."""
-
-    def __init__(self, path):
-        self.path = path
-
-    def __reduce__(self):
-        return open, (str(self.path), 'w')
-
-
 def expression(text):
     """Put `text` where a size is."""
 
@@ -83,15 +72,16 @@ def expression(text):
 
 def attacks(mark):
     """Changes of a program's members by which torch.export.load, or the result of it, runs code, by name."""
+    opens = Call(open, str(mark), 'w')
 
     def sample(members):
-        members['data/sample_inputs/model.pt'] = saved(Runs(mark))
+        members['data/sample_inputs/model.pt'] = saved(opens)
 
     def weight(members):
         config = json.loads(members['data/weights/model_weights_config.json'])
         tensor = next(iter(config['config'].values()))
         tensor['use_pickle'] = True
-        members[f'data/weights/{tensor["path_name"]}'] = saved(Runs(mark))
+        members[f'data/weights/{tensor["path_name"]}'] = saved(opens)
         members['data/weights/model_weights_config.json'] = json.dumps(config).encode()
 
     def opaque(members):
@@ -102,7 +92,7 @@ def attacks(mark):
             'use_pickle': True,
             'tensor_meta': None,
         }
-        members['data/constants/opaque_obj_0'] = pickle.dumps(Runs(mark))
+        members['data/constants/opaque_obj_0'] = pickle.dumps(opens)
         members['data/constants/model_constants_config.json'] = json.dumps(config).encode()
 
     return {
@@ -114,15 +104,9 @@ def attacks(mark):
         'name of a source file': in_graph(
             lambda graph: graph['graph_module']['graph']['nodes'][0].update(metadata={'stack_trace': str(mark)})
         ),
-        'legacy weights': lambda members: members.update({'data/weights/model.pt': saved(Runs(mark))}),
+        'legacy weights': lambda members: members.update({'data/weights/model.pt': saved(opens)}),
         'native code': lambda members: members.update({'data/aotinductor/model/x.so': b'\x7fELF'}),
     }
-
-
-def saved(value):
-    buffer = io.BytesIO()
-    torch.save(value, buffer)
-    return buffer.getvalue()
 
 
 NAMES = sorted(attacks(''))

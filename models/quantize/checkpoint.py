@@ -25,7 +25,7 @@ from models.quantize.scales import shared_scales
 from utils.qat.backends.pytorch import stride_of, task_of
 from utils.qat.config.tables import CHECKPOINTS
 from utils.qat.core.command import command
-from utils.qat.core.errors import QatError, one_line, reporting
+from utils.qat.core.errors import QatError, reporting
 from utils.qat.core.files import require_file, sha256, write_torch
 from utils.qat.core.log import LOGGER
 from utils.qat.core.machine import versions
@@ -150,15 +150,12 @@ class CheckpointFile:
         """Build the content of the archive."""
         archive = self.archive
         del self.archive  # free its bytes as soon as the model does not need them
-        try:
-            source = f'--weights {self.path}'
-            ckpt = {'model': self.trainer.model(archive, source)} if self.trainer else build(archive)
-        except QatError:
-            raise
-        except Refused as e:
-            raise QatError(f'--weights {self.path}: not loaded: {e}') from e
-        except Exception as e:  # damaged attributes raise errors of any kind, as the layers do
-            raise QatError(f'--weights {self.path}: damaged: {type(e).__name__}: {one_line(e)}') from e
+        source = f'--weights {self.path}'
+        with reporting(f'{source}: damaged', Exception):  # damaged attributes raise errors of any kind
+            try:
+                ckpt = {'model': self.trainer.model(archive, source)} if self.trainer else build(archive)
+            except Refused as e:
+                raise QatError(f'{source}: not loaded: {e}') from e
         self.digest.result()  # FP32 weights share the bytes that are hashed: wait before anything changes them
         return ckpt
 

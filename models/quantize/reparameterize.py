@@ -9,8 +9,8 @@ lines can ask for layers of terabytes. So its parameters must match a checkpoint
 """
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from copy import deepcopy
 from typing import Any
 
@@ -22,7 +22,7 @@ from torch.nn.modules.module import register_module_module_registration_hook
 from torch.overrides import TorchFunctionMode
 
 from models import yolo
-from utils.qat.core.errors import QatError, one_line
+from utils.qat.core.errors import QatError, reporting
 from utils.qat.core.log import LOGGER
 from utils.qat.core.upstream import Layer, Network
 from utils.qat.untrusted.model_yaml import require_network
@@ -76,7 +76,7 @@ def network_layers(content: Any, source: str, weights: bool = False) -> tuple[An
         for kind, activation in activations.items():
             kind.default_act = deepcopy(activation)
         hook = register_module_module_registration_hook(counted)  # which ends with the block
-        with hook, _in_one_line(source), nullcontext() if weights else Weightless():
+        with hook, _building(source), nullcontext() if weights else Weightless():
             layers, read = parse_model(deepcopy(content), ch=[content.get('ch') or 3])
     finally:
         for kind, activation in activations.items():
@@ -86,15 +86,9 @@ def network_layers(content: Any, source: str, weights: bool = False) -> tuple[An
     return layers, read
 
 
-@contextmanager
-def _in_one_line(source: str) -> Iterator[None]:
-    """Turn an error of upstream's layers into a QatError."""
-    try:
-        yield
-    except QatError:
-        raise
-    except Exception as e:  # layers that do not fit together raise errors of any kind
-        raise QatError(f'{source}: upstream cannot build it ({type(e).__name__}: {one_line(e)})') from e
+def _building(source: str) -> AbstractContextManager[None]:
+    """Turn an error of upstream's layers into a QatError: those that do not fit together raise errors of any kind."""
+    return reporting(f'{source}: upstream cannot build it', Exception)
 
 
 def tensor_shapes(layers: nn.Module) -> dict[str, tuple[int, ...]]:
@@ -117,7 +111,7 @@ def require_small_maps(content: Any, source: str) -> None:
     x: Any = torch.zeros(0, content.get('ch') or 3, SIDE, SIDE)  # a batch of none has shapes and no values
     values = 0
     maps: list[object] = []  # outputs of the layers so far; None for an output that no later layer reads
-    with _in_one_line(source):
+    with _building(source):
         for layer in layers.eval()[:-1]:
             if layer.f != -1:
                 x = maps[layer.f] if isinstance(layer.f, int) else [x if f == -1 else maps[f] for f in layer.f]

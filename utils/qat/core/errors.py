@@ -66,9 +66,14 @@ def one_line(text: object, most: int = 200) -> str:
 
 @contextlib.contextmanager
 def reporting(problem: str, *errors: type[BaseException], remedy: str = '', most: int = 200) -> Iterator[None]:
-    """Raise errors of a library in the block as a QatError: the problem, what the library says on one line, and the remedy."""
+    """Raise errors of a library in the block as a QatError: the problem, what the library says on one line, and the remedy.
+
+    A QatError passes as it is.
+    """
     try:
         yield
+    except QatError:
+        raise
     except errors as e:
         # of any kind: which one
         said = f'{type(e).__name__}: ' * (Exception in errors) + one_line(e, most)

@@ -179,17 +179,11 @@ def _addends(graph: Graph, node: NodeProto) -> list[str]:
     waiting = [(name, node) for name in reversed(node.input)]
     while waiting:
         name, reader = waiting.pop()
-        if graph.op(name) == 'Add' and _only_reader(graph, name) is reader:
+        if graph.op(name) == 'Add' and graph.only_reader(name) is reader:
             waiting += [(addend, graph.producer[name]) for addend in reversed(graph.producer[name].input)]
         elif name not in graph.fixed:
             addends.append(name)
     return addends
-
-
-def _only_reader(graph: Graph, name: str) -> NodeProto | None:
-    """Return the only reader of a tensor; None if there are several, or the graph returns it."""
-    readers = graph.readers.get(name, ())
-    return readers[0][0] if len(readers) == 1 and name not in graph.outputs else None
 
 
 def _from_int8_conv(graph: Graph, tensor: str) -> bool:
@@ -208,7 +202,7 @@ def adds(graph: Graph, one_scale: bool = True) -> Iterator[Finding]:
     findings.
     """
     for node in graph.nodes:
-        reader = _only_reader(graph, node.output[0]) if node.op_type == 'Add' else node
+        reader = graph.only_reader(node.output[0]) if node.op_type == 'Add' else node
         if node.op_type != 'Add' or (reader is not None and reader.op_type == 'Add') or graph.by_choice(node):
             continue
         addends = _addends(graph, node)

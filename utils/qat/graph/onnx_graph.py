@@ -212,6 +212,11 @@ class Graph:
         """Return the operator that produces a tensor; None for an input or a constant."""
         return self.producer[tensor].op_type if tensor in self.producer else None
 
+    def only_reader(self, tensor: str) -> NodeProto | None:
+        """Return the only reader of a tensor; None if there are several, or the graph returns it."""
+        readers = self.readers.get(tensor, ())
+        return readers[0][0] if len(readers) == 1 and tensor not in self.outputs else None
+
     def sources(self, tensor: str) -> frozenset[str]:
         """Return the names of the tensors from which a tensor's values come, through nodes that only move values.
 

@@ -42,10 +42,8 @@ def split_sums(model: ModelProto, widths: float) -> ModelProto:
 
 def _reader(graph: Graph, name: str) -> NodeProto | None:
     """Return the node that alone reads a tensor, perhaps behind Q/DQ; None if several read it, or if it is an output."""
-    nodes = [node for node, _ in graph.readers.get(name, ())]
-    if len(nodes) != 1 or name in graph.outputs:
-        return None
-    return _reader(graph, nodes[0].output[0]) if nodes[0].op_type in QDQ else nodes[0]
+    node = graph.only_reader(name)
+    return _reader(graph, node.output[0]) if node is not None and node.op_type in QDQ else node
 
 
 def _mixes_channels(tensors: Tensors, node: NodeProto) -> bool:

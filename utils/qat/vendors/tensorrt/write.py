@@ -17,7 +17,7 @@ from models.deploy.agreement import Reference, metadata_of
 from models.deploy.formats.format import Export, Format, Written, size_of
 from utils.qat.config.export import TORCH_TENSORRT_FILES
 from utils.qat.core.command import command
-from utils.qat.core.errors import QatError, one_line, refuse, reporting
+from utils.qat.core.errors import QatError, refuse, reporting
 from utils.qat.core.files import MADE_BY, atomic
 from utils.qat.core.log import LOGGER
 from utils.qat.vendors.load import open_file
@@ -162,7 +162,9 @@ class TorchTensorRTFormat(Format):
             engine = f'Torch-TensorRT ({file.name})'
             written[file] = str(reference.require_agreement(computed, engine, typing))
 
-        try:
+        problem = f'{FLAG}: Torch-TensorRT {tt.__version__} did not take the model'
+        remedy = 'no file was written by that step. --include onnx takes another way to TensorRT'
+        with reporting(problem, RuntimeError, AssertionError, ValueError, remedy=remedy, most=300):
             if {'ep', 'ts'} & set(files):
                 whole = config.require_full_compilation
                 compiled = tt.dynamo.compile(program, require_full_compilation=whole, min_block_size=1, **settings)
@@ -194,11 +196,6 @@ class TorchTensorRTFormat(Format):
                     level=None,
                     torch_tensorrt=tt.__version__,
                 )
-        except (RuntimeError, AssertionError, ValueError) as e:
-            raise QatError(
-                f'{FLAG}: Torch-TensorRT {tt.__version__} did not take the model: {one_line(e, 300)}; '
-                'no file was written by that step. --include onnx takes another way to TensorRT'
-            ) from e
         takes = f'batch {"of 1 to " * config.dynamic}{batch}'
         return Written(
             files,

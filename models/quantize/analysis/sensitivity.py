@@ -43,7 +43,7 @@ class DivergenceEstimate:
     def __init__(
         self, forms: TwinForms | ActivationForms, units: Mapping[str, Sequence[str]], correcting: bool, seed: int
     ) -> None:
-        self.forms, self.units, self.correcting, self.seed = forms, units, correcting, seed
+        self.units, self.correcting, self.seed = units, correcting, seed
         self.model = forms.model
         device = next(self.model.parameters()).device
         # Sums of squares: only this unit, all but it

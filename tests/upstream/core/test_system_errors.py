@@ -24,6 +24,7 @@ KILLED = 'a data loading process was killed'
         (ConnectionRefusedError('refused'), None),
         (EOFError(), None),
         (OSError(errno.ENOSPC, 'No space left on device', 'a/b'), 'a/b: No space left on device'),
+        (OSError(errno.EFBIG, 'File too large', 'a/b'), 'a/b: File too large, for ulimit -f'),
         (OSError(errno.ENOENT, 'No such file', 'a/b'), 'a/b: No such file; it or its folder was moved or deleted'),
         (OSError(errno.EMFILE, 'Too many', 'a/b'), 'too many open files'),
         (OSError(errno.ENFILE, 'Too many', 'a/b'), 'too many open files'),

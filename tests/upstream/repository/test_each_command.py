@@ -261,7 +261,8 @@ def test_a_small_address_space(file):
         resource.setrlimit(resource.RLIMIT_AS, (3 * 10**9,) * 2)
 
     said = python(file, '-h', code=0 if file in LIGHT else 2, preexec_fn=limit)
-    assert 'usage: ' in said if file in LIGHT else 'limited to 3000 MB: ulimit -v' in said and said.count('\n') == 1
+    line = 'error: out of memory (the address space is limited to 3000 MB: ulimit -v)'
+    assert 'usage: ' in said if file in LIGHT else line in said and said.count('\n') == 1
 
 
 # ---- waiting threads sleep, unless the user chose otherwise ----------------------------------------------------------------

@@ -609,17 +609,6 @@ def test_closed_streams(small, tmp_path):
 
 
 @pytest.mark.faults
-def test_little_address_space(small, tmp_path):
-    code = (
-        'import resource, runpy, sys; resource.setrlimit(resource.RLIMIT_AS, (10 ** 9, 10 ** 9)); '
-        'sys.argv = sys.argv[1:]; runpy.run_path(sys.argv[0], run_name="__main__")'
-    )
-    line = python('-c', code, *evaluate(small, tmp_path), code=2).splitlines()[-1]
-    assert 'error: out of memory (the address space is limited to 1000 MB: ulimit -v)' in line
-    assert not list(tmp_path.iterdir())
-
-
-@pytest.mark.faults
 def test_little_shared_memory(small, tmp_path):
     """A worker that cannot hand over its images gives an error; PyTorch alone would wait forever."""
     mount = 'mount -t tmpfs -o size=100k tmpfs /dev/shm && "$@"'

@@ -3,6 +3,7 @@
 import json
 import shutil
 from copy import deepcopy
+from pathlib import Path
 from types import SimpleNamespace
 
 import cv2
@@ -380,12 +381,15 @@ def test_a_line_without_outline_among_others_is_named(data, tmp_path):
         val_images(copy / 'data.yaml', masks=True)
 
 
-@pytest.mark.parametrize('verb', sampled(['quantize', 'sensitive', 'eval', 'quantize --dry-run'], 4, 2))
-def test_the_entry_point_for_segmentation_refuses_detectors(small, verb, tmp_path):
+OF_SEGMENTS = [('segment/qat_seg.py', verb) for verb in ('quantize', 'sensitive', 'eval', 'quantize --dry-run')]
+
+
+@pytest.mark.parametrize('script, verb', [*sampled(OF_SEGMENTS, 4, 2), ('classify/qat_cls.py', 'quantize')])
+def test_the_entry_point_of_a_task_refuses_detectors(small, script, verb, tmp_path):
     weights = small.quantized if verb == 'eval' else small.single
     line = f'{verb} --weights {{w}} --data {{data}} --device cpu --project {{f}}/runs'
-    said = fresh('segment/qat_seg.py', *words(line, w=weights, data=small.data, f=tmp_path), code=2)
+    said = fresh(script, *words(line, w=weights, data=small.data, f=tmp_path), code=2)
     last = said.strip().splitlines()[-1]
-    assert last.startswith('qat_seg.py: error: --weights ')
+    assert last.startswith(f'{Path(script).name}: error: --weights ')
     assert 'a detector (its head is DDetect)' in last and 'use: python qat.py' in last
     assert not (tmp_path / 'runs').exists()

@@ -7,7 +7,6 @@ import pytest
 import torch
 from conftest import TREE
 from helpers import classifiers
-from helpers.fresh import fresh
 from helpers.zoo import command, load_float, same
 
 from models.quantize import checkpoint
@@ -64,11 +63,6 @@ def test_a_folder_that_does_not_fit_is_one_line(job, tmp_path, says):
     given = '--weights', job / 'single.pt', '--data', data, '--project', tmp_path
     said = command('qat.py', 'eval', *given, '--device', 'cpu', code=2)
     assert says.format(data) in said and 'Traceback' not in said and not (tmp_path / 'exp').exists()
-
-
-def test_the_command_of_classifiers_refuses_a_detector(small):
-    said = fresh('classify/qat_cls.py', 'quantize', '--weights', small.single, '--data', small.data, code=2)
-    assert 'a detector' in said and 'this command is for a classifier' in said
 
 
 @pytest.mark.skipif(torch.__version__ < '2.6', reason='refused there')

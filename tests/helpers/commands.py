@@ -105,11 +105,11 @@ def command(file, *arguments, code=0):
     return text
 
 
-def python(*arguments, code=0, env=None, **options):
-    """Run `python ARGUMENTS...` in the patched tree with one thread; returns stdout + stderr. Fails unless it exits with `code`."""
+def python(*arguments, code=0, env=None, cwd=TREE, prefix=(), **options):
+    """Run `PREFIX... python ARGUMENTS...` in the patched tree with one thread; returns stdout + stderr. Fails unless it exits with `code`."""
     done = subprocess.run(
-        [sys.executable, *map(str, arguments)],
-        cwd=TREE,
+        [*prefix, sys.executable, *map(str, arguments)],
+        cwd=cwd,
         text=True,
         env={**(env or os.environ), 'OMP_NUM_THREADS': '1'},
         stdout=subprocess.PIPE,

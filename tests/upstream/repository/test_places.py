@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 from conftest import REPO, copy_upstream
+from helpers.commands import python
 from helpers.labelled import words
 from helpers.zoo import assert_within_interval, program, quiet_upstream
 
@@ -132,24 +133,14 @@ class Place:
             'WATCHED': self.asked,
             'COUNTED': self.counted,
         }
-        plain = dict.fromkeys(('LC_ALL', 'LANG'), 'C') | {'OMP_NUM_THREADS': '1'}
+        plain = dict.fromkeys(('LC_ALL', 'LANG'), 'C')
         return {**kept, **plain, **{name: str(place) for name, place in places.items()}}
 
     def python(self, *arguments, code=0, home='/nonexistent'):
         """stdout + stderr of `python ARGUMENTS...` in the tree; fails unless it exits with `code`."""
         prefix = [*([*self.net, 'sh', '-c', COUNT, 'sh'] if self.net else []), *(self.user or [])]
-        done = subprocess.run(
-            [*prefix, sys.executable, *map(str, arguments)],
-            cwd=self.tree,
-            text=True,
-            encoding='utf-8',
-            env=self.environment(home),
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            stdin=subprocess.DEVNULL,
-        )
-        assert done.returncode == code, f'{arguments}: exit code {done.returncode}\n{done.stdout[-3000:]}'
-        return done.stdout
+        env = self.environment(home)
+        return python(*arguments, code=code, env=env, cwd=self.tree, prefix=prefix, encoding='utf-8')
 
 
 @pytest.fixture(scope='module')

@@ -404,15 +404,25 @@ def npy(content):
     return out.getvalue()
 
 
-def with_pickle(whole, pickled):
-    """A torch.save archive with another pickle inside, its checksums right."""
+def members(whole):
+    """name → content, of what is in the bytes of a zip file."""
+    with zipfile.ZipFile(io.BytesIO(whole)) as file:
+        return {name: file.read(name) for name in file.namelist()}
+
+
+def archive(parts, **options):
+    """The bytes of a zip file with these members, as torch.save writes it."""
     out = io.BytesIO()
-    with zipfile.ZipFile(io.BytesIO(whole)) as old, zipfile.ZipFile(out, 'w') as new:
-        for name in old.namelist():
-            new.writestr(name, pickled if name.endswith('/data.pkl') else old.read(name))
+    with zipfile.ZipFile(out, 'w', **options) as file:
+        for name, content in parts.items():
+            file.writestr(name, content)
     return out.getvalue()
 
 
+def with_pickle(whole, pickled):
+    """A torch.save archive with another pickle inside, its checksums right."""
+    return archive({name: pickled if name.endswith('/data.pkl') else part for name, part in members(whole).items()})
+
+
 def pickle_in(whole):
-    with zipfile.ZipFile(io.BytesIO(whole)) as archive:
-        return next(archive.read(name) for name in archive.namelist() if name.endswith('/data.pkl'))
+    return next(part for name, part in members(whole).items() if name.endswith('/data.pkl'))

@@ -16,7 +16,7 @@ import onnx
 import yaml
 from google.protobuf import json_format
 
-from helpers.faults import npy, pickle_in, with_pickle
+from helpers.faults import archive, members, npy, pickle_in, with_pickle
 from helpers.graphs import behind_functions
 
 NUMBERS = 0, 1, -1, 3, 1 << 70, 0.5, -0.0, 1e308, float('nan'), float('inf')
@@ -153,15 +153,10 @@ def change_archive(whole, chance):
 
 def change_program(whole, chance):
     """A value of the graph of an exported program, or of its metadata."""
-    out = io.BytesIO()
-    with zipfile.ZipFile(io.BytesIO(whole)) as old, zipfile.ZipFile(out, 'w') as new:
-        chosen = chance.choice([name for name in old.namelist() if name.endswith('.json')])
-        for name in old.namelist():
-            content = old.read(name)
-            if name == chosen:
-                what, content = change_json(content, chance)
-            new.writestr(zipfile.ZipInfo(name), content)
-    return f'{chosen}: {what}', out.getvalue()
+    parts = members(whole)
+    chosen = chance.choice([name for name in parts if name.endswith('.json')])
+    what, parts[chosen] = change_json(parts[chosen], chance)
+    return f'{chosen}: {what}', archive(parts)
 
 
 def change_pickle(pickled, chance):

@@ -1,11 +1,10 @@
 """Laws of checkpoints: a saved model computes the same in any process; other files are refused, never executed."""
 
 import pickle
-import zipfile
 
 import pytest
 import torch
-from helpers.faults import sampled
+from helpers.faults import archive, sampled
 from helpers.fresh import fresh
 from helpers.zoo import (
     SMALL,
@@ -198,10 +197,8 @@ def pickle_of(*names):
     return b'\x80\x02' + b''.join(f'c{module}\n{cls}\n0'.encode() for module, cls in parts) + b'}.'
 
 
-def archive(path, pickled):
-    with zipfile.ZipFile(path, 'w') as file:
-        file.writestr('archive/data.pkl', pickled)
-        file.writestr('archive/version', '3\n')
+def written(path, pickled):
+    path.write_bytes(archive({'archive/data.pkl': pickled, 'archive/version': '3\n'}))
     return path
 
 
@@ -211,7 +208,7 @@ def test_a_peer_is_recognized_by_its_class_names(tmp_path):
         ['models.yolo.DetectionModel', 'models.quantize.QuantADown'],
         ['models.quantize_rules.Anything'],
     ):
-        file = archive(tmp_path / 'peer.pt', pickle_of(*names))
+        file = written(tmp_path / 'peer.pt', pickle_of(*names))
         assert read_archive(file).names == set(names) and CheckpointFile(file).kind == 'foreign'
 
 

@@ -1,7 +1,6 @@
 """Bad input: each command answers in one line, with the file or flag and what is allowed, exits with code 2, and writes nothing."""
 
 import shutil
-import zipfile
 
 import numpy as np
 import onnx
@@ -10,6 +9,7 @@ import torch
 import yaml
 from conftest import REPO
 from helpers import classifiers
+from helpers.faults import archive
 from helpers.graphs import graph_of
 from helpers.segmenters import segmenter
 from helpers.zoo import config_file, program
@@ -329,12 +329,9 @@ def wrong(small, tmp_path_factory):
     torch.save({'model': torch.nn.Conv2d(3, 3, 1)}, folder / 'module.pt')
     shutil.copy(small.single, folder / 'suffix.onnx')
     (folder / 'empty.pt').touch()
-    with zipfile.ZipFile(folder / 'plain.pt', 'w') as archive:
-        archive.writestr('readme.txt', 'hello')
-    with zipfile.ZipFile(
-        folder / 'foreign.pt', 'w'
-    ) as archive:  # what the pickle of the other tool's checkpoint refers to
-        archive.writestr('foreign/data.pkl', b'cpytorch_quantization.nn.modules.quant_conv\nQuantConv2d\n.')
+    (folder / 'plain.pt').write_bytes(archive({'readme.txt': 'hello'}))
+    pickled = b'cpytorch_quantization.nn.modules.quant_conv\nQuantConv2d\n.'  # as in the other tool's checkpoints
+    (folder / 'foreign.pt').write_bytes(archive({'foreign/data.pkl': pickled}))
     return folder
 
 

@@ -10,7 +10,6 @@ import io
 import json
 import os
 import pickle
-import zipfile
 from pathlib import Path
 
 import numpy as np
@@ -20,7 +19,7 @@ import torch
 import yaml
 from conftest import REPO
 from helpers import zoo
-from helpers.faults import KINDS, Call, lay, npy, sampled, saved, with_pickle
+from helpers.faults import KINDS, Call, lay, members, npy, sampled, saved, with_pickle
 from helpers.graphs import behind_functions, model_of
 from helpers.zoo import build, full, image, load_dual_or_float, output, same
 from onnx import TensorProto, helper
@@ -231,8 +230,7 @@ def with_layer_called(name):
 
 def flipped(whole):
     """A bit of the largest member is another, and its checksum is the old one."""
-    with zipfile.ZipFile(io.BytesIO(whole)) as archive:
-        largest = max((archive.read(name) for name in archive.namelist()), key=len)
+    largest = max(members(whole).values(), key=len)
     at = whole.index(largest) + len(largest) // 2
     return whole[:at] + bytes([whole[at] ^ 1]) + whole[at + 1 :]
 

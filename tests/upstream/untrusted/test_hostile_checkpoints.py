@@ -13,7 +13,7 @@ from collections import OrderedDict
 import numpy as np
 import pytest
 import torch
-from helpers.faults import Call, npy, pickle_in, sampled
+from helpers.faults import Call, archive, members, npy, pickle_in, sampled
 from helpers.zoo import LOADERS, load_dual_or_float
 
 from models.quantize.pickled_modules import build
@@ -288,15 +288,6 @@ TENSORS = {
 }
 
 
-def archive(members, **options):
-    """A zip file as torch.save writes it, with these members."""
-    out = io.BytesIO()
-    with zipfile.ZipFile(out, 'w', **options) as file:
-        for name, content in members.items():
-            file.writestr(name, content)
-    return out.getvalue()
-
-
 def saved(pickled):
     """A whole file of torch.save with this pickle, and 16 bytes of data."""
     return archive({'a/data.pkl': pickled, 'a/byteorder': b'little', 'a/version': b'3\n', 'a/data/0': bytes(16)})
@@ -436,15 +427,11 @@ def test_the_limits_of_values(most, more, says, tmp_path):
 def archives(small):
     """name → bytes of an archive that is none of torch.save, or whose members lie about themselves."""
     whole = small.single.read_bytes()
-    with zipfile.ZipFile(io.BytesIO(whole)) as file:
-        members = {name: file.read(name) for name in file.namelist()}
-    first = next(name for name in members if name.endswith('/data/0'))
+    parts = members(whole)
+    first = next(name for name in parts if name.endswith('/data/0'))
     linked = zipfile.ZipInfo(first)
     linked.external_attr = (stat.S_IFLNK | 0o777) << 16
-    out, tar, script, old = io.BytesIO(), io.BytesIO(), io.BytesIO(), io.BytesIO()
-    with zipfile.ZipFile(out, 'w') as file:
-        for name, content in members.items():
-            file.writestr(linked if name == first else name, content)
+    tar, script, old = io.BytesIO(), io.BytesIO(), io.BytesIO()
     with tarfile.open(fileobj=tar, mode='w') as file:
         pipe = tarfile.TarInfo('pickle')
         pipe.type = tarfile.FIFOTYPE
@@ -452,7 +439,7 @@ def archives(small):
     torch.jit.save(torch.jit.script(torch.nn.ReLU()), script)
     torch.save({'model': 1}, old, _use_new_zipfile_serialization=False)
     twice = archive(
-        {**members, first.replace('/data/0', '/decoy/data.pkl'): members[first.replace('/data/0', '/data.pkl')]}
+        {**parts, first.replace('/data/0', '/decoy/data.pkl'): parts[first.replace('/data/0', '/data.pkl')]}
     )
     directory = whole.rindex(b'PK\1\2')
     return {
@@ -460,20 +447,20 @@ def archives(small):
         'legacy': old.getvalue(),
         'a tar': tar.getvalue(),
         'a tar with a pipe, and a zip': tar.getvalue() + whole,
-        'compressed': archive(members, compression=zipfile.ZIP_DEFLATED),
-        'a bomb': archive({**members, 'a/data/0': bytes(30_000_000)}, compression=zipfile.ZIP_DEFLATED),
-        'bzip2': archive(members, compression=zipfile.ZIP_BZIP2),
-        'a link': out.getvalue(),
+        'compressed': archive(parts, compression=zipfile.ZIP_DEFLATED),
+        'a bomb': archive({**parts, 'a/data/0': bytes(30_000_000)}, compression=zipfile.ZIP_DEFLATED),
+        'bzip2': archive(parts, compression=zipfile.ZIP_BZIP2),
+        'a link': archive({linked if name == first else name: part for name, part in parts.items()}),
         'a second pickle': twice,
-        'code inside': archive({**members, 'a/code/x.py': b'import os'}),
-        'constants inside': archive({**members, 'a/constants.pkl': b'N.'}),
-        'a path out': archive({**members, '../../x': b''}),
-        'an absolute path': archive({**members, '/etc/x': b''}),
-        'two folders': archive({**members, 'other/data/0': b''}),
+        'code inside': archive({**parts, 'a/code/x.py': b'import os'}),
+        'constants inside': archive({**parts, 'a/constants.pkl': b'N.'}),
+        'a path out': archive({**parts, '../../x': b''}),
+        'an absolute path': archive({**parts, '/etc/x': b''}),
+        'two folders': archive({**parts, 'other/data/0': b''}),
         'no pickle': archive({'a/version': b'3'}),
         'something before it': b'#!/bin/sh\n' + whole,
         'nothing in it': archive({}),
-        'big-endian': archive({**members, first.replace('data/0', 'byteorder'): b'big'}),
+        'big-endian': archive({**parts, first.replace('data/0', 'byteorder'): b'big'}),
         'a directory that lies': whole[: directory + 42] + struct.pack('<I', 0) + whole[directory + 46 :],
         'cut short': whole[:-30],
         'its end alone': whole[-22:],

@@ -14,7 +14,7 @@ import zipfile
 import pytest
 import torch
 from conftest import REPO
-from helpers.faults import Call, answer, saved
+from helpers.faults import Call, answer, archive, members, saved
 from helpers.mutations import damage
 from helpers.zoo import deployed
 
@@ -37,14 +37,11 @@ def program(small, tmp_path_factory):
     return file
 
 
-def changed(program, new, change, extra=()):
+def changed(program, new, change):
     """Write a copy whose members `change` has changed: name without the folder → bytes."""
-    with zipfile.ZipFile(program) as archive:
-        members = {i.filename.partition('/')[2]: archive.read(i) for i in archive.infolist()}
-    change(members)
-    with zipfile.ZipFile(new, 'w') as archive:
-        for name, part in members.items():
-            archive.writestr(f'x/{name}', part)
+    parts = {name.partition('/')[2]: part for name, part in members(program.read_bytes()).items()}
+    change(parts)
+    new.write_bytes(archive({f'x/{name}': part for name, part in parts.items()}))
     return new
 
 

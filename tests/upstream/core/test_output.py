@@ -221,7 +221,7 @@ def test_nor_in_the_pipe_of_a_process(small, tmp_path):
     assert re.search(r'(?m)^qat.py took [\d.]+ s$', done.stdout)
 
 
-def test_upstream_speaks_with_verbose_only(small, tmp_path, capfd):
+def test_upstream_speaks_with_verbose_only(small):
     from utils.general import LOGGER as upstream
 
     heard = []

@@ -229,7 +229,7 @@ def test_an_export_knows_its_own_files(here, small, answer):
         assert answer(f'{export} --overwrite')[0] == 0 and MADE_BY.encode() in file.read_bytes()
 
 
-def test_a_converted_checkpoint_replaces_only_another(here, small, answer):
+def test_a_converted_checkpoint_replaces_only_another(here, answer):
     mine, convert = put_in_the_way(here, 'b.pt'), 'reparameterization.py --weights {dual} --save b.pt'
     code, said = answer(convert)
     assert code == 2 and 'b.pt: is there already' in said and mine.read_text() == 'mine'

@@ -256,9 +256,6 @@ def test_empty_and_full_images_in_one_batch():
     assert [len(r) for r in run_bare(bare(nms, 3), predictions[:, :7])] == [0, 0, 0]
 
 
-A, HALF, NEAR, FAR = (5, 5, 10, 10), (5, 2.5, 10, 5), (5, 6, 10, 10), (50, 50, 10, 10)
-
-
 @pytest.mark.parametrize('nm', [1, 32])
 def test_one_channel_is_cut_out_for_each_detection(nm):
     """The work of RoiAlign does not grow with the number of prototypes."""

@@ -215,7 +215,7 @@ def test_what_is_not_finite_leaves_the_weights_of_the_last_good_step(small, amp)
     assert same(state(student), state(expected)) and not same(state(student), state(small.quantized_model()))
 
 
-def test_the_loss_keeps_what_autograd_would(small):
+def test_the_loss_keeps_what_autograd_would():
     """The gradient of the squared error equals the formula's; half precision only rounds it."""
     student, teacher = torch.randn(2, 4, 10, 100, generator=torch.Generator().manual_seed(0)).unbind()
     gradients = {}

@@ -29,8 +29,6 @@ from utils.qat.data.loaders import Loaders, channels_last
 from utils.qat.graph.audit import audit
 from utils.qat.run.sensitivity_summary import FILE, nothing_lost, options_for, summary_table, worst
 
-CPU = torch.device('cpu')
-
 
 @pytest.fixture(scope='module')
 def loader(demo):

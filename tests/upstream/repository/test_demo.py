@@ -9,6 +9,7 @@ import yaml
 from conftest import REPO
 from helpers.zoo import program
 
+from models import yolo
 from utils.qat.core.errors import QatError
 
 DEMO = REPO / 'demo'
@@ -63,7 +64,7 @@ def test_second_run_skips_and_other_arguments_are_refused(data, task):
     assert {path: path.stat().st_mtime_ns for path in data.rglob('*')} == before
 
 
-def test_moved_folder_finds_itself(data, tmp_path):
+def test_moved_folder_finds_itself(tmp_path):
     make_data.make_data(tmp_path / 'here', train=1, val=1)
     (tmp_path / 'here').rename(tmp_path / 'there')
     assert not make_data.make_data(tmp_path / 'there', train=1, val=1)
@@ -164,19 +165,12 @@ def test_upstream_reads_the_very_masks_and_their_boxes(tmp_path):
 # --- model --------------------------------------------------------------------------------------------------------
 
 
-@pytest.fixture(scope='module')
-def upstream():
-    import models.yolo
-
-    return models.yolo
-
-
 @pytest.fixture(params=['DetectionModel', 'SegmentationModel'])
-def model(upstream, request):
+def model(request):
     """A demo model with statistics that are not the initial ones."""
     torch.manual_seed(0)
     config = 'yolov9-demo.yaml' if request.param == 'DetectionModel' else 'yolov9-demo-seg.yaml'
-    model = getattr(upstream, request.param)(str(DEMO / config))
+    model = getattr(yolo, request.param)(str(DEMO / config))
     model.train()(torch.rand(2, 3, 64, 64))
     model.names, model.nc = {i: str(i) for i in range(10)}, 10
     return model.eval()
@@ -218,7 +212,7 @@ def test_segmentation_model_has_one_branch_and_masks_at_a_quarter(model):
     assert predictions.shape == (1, 4 + 10 + 32, 8 * 12 + 4 * 6 + 2 * 3) and prototypes.shape == (1, 32, 16, 24)
 
 
-def test_round_trip_is_strict_and_exact(model, upstream, tmp_path):
+def test_round_trip_is_strict_and_exact(model, tmp_path):
     torch.save({'model': torch.nn.Module(), 'ema': model}, tmp_path / 'trained.pt')
     weights.pack(tmp_path / 'trained.pt', tmp_path / 'packed.pt')
     packed = torch.load(tmp_path / 'packed.pt', weights_only=True)
@@ -240,7 +234,7 @@ def test_round_trip_is_strict_and_exact(model, upstream, tmp_path):
 @pytest.mark.parametrize(
     'spoil', [lambda state: state.pop(next(iter(state))), lambda state: state.update(extra=torch.zeros(1))]
 )
-def test_missing_and_surplus_keys_are_errors(model, upstream, tmp_path, spoil):
+def test_missing_and_surplus_keys_are_errors(model, tmp_path, spoil):
     state = weights.state_of(model)
     spoil(state['state_dict'])
     torch.save(state, tmp_path / 'packed.pt')
@@ -255,7 +249,7 @@ def test_not_finite_is_refused(model):
         weights.state_of(model)
 
 
-def test_wrong_files_are_mistakes(upstream, tmp_path):
+def test_wrong_files_are_mistakes(tmp_path):
     (tmp_path / 'text.pt').write_text('hello')
     torch.save({'optimizer': 1}, tmp_path / 'other.pt')
     for name in 'none.pt', 'text.pt', 'other.pt':
@@ -269,7 +263,7 @@ def test_wrong_files_are_mistakes(upstream, tmp_path):
 
 
 @pytest.mark.parametrize('name', ['demo', 'demo-seg'])
-def test_committed_weights_fit_the_committed_config(name, upstream, tmp_path):
+def test_committed_weights_fit_the_committed_config(name, tmp_path):
     file = DEMO / f'{name}-weights.pt'
     packed = torch.load(file, weights_only=True)
     config = yaml.safe_load((DEMO / f'yolov9-{name}.yaml').read_text())

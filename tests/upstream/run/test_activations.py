@@ -345,7 +345,7 @@ def test_the_float_row_is_the_unchanged_model(small, run):
     assert not exchangeable(load_any(run / report['ptq']['file'])[0], 'relu')
 
 
-def test_the_file_computes_what_pytorch_does(small, run, tmp_path):
+def test_the_file_computes_what_pytorch_does(run, tmp_path):
     report = json.loads((run / 'report.json').read_text())
     file = tmp_path / 'q.pt'
     file.write_bytes((run / report['ptq']['file']).read_bytes())

@@ -205,7 +205,7 @@ def as_nobody(folder, say):
         say.put(f'{type(e).__name__}: {e}')
 
 
-def test_folders_of_another_user(tmp_path):
+def test_folders_of_another_user():
     if os.getuid():
         pytest.skip('only root can be another user')
 

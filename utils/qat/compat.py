@@ -94,9 +94,9 @@ def apply() -> list[str]:
     return list(_fired)
 
 
-def called_from_upstream(depth: int = 2) -> bool:
-    """Tell whether the function `depth` frames up is defined in the patched tree, and not in a venv inside it."""
-    file = sys._getframe(depth).f_globals.get('__file__')
+def called_from_upstream() -> bool:
+    """Tell whether the caller of the caller is defined in the patched tree, and not in a venv inside it."""
+    file = sys._getframe(2).f_globals.get('__file__')
     if not file:  # interactive, or code built by exec
         return False
     folder = _folder(file)

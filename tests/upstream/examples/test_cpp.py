@@ -123,7 +123,7 @@ def files(small, tmp_path_factory):
     return folder
 
 
-def python_finds(model, images, capsys):
+def python_finds(model, images):
     """The lines of scripts/infer_onnx.py for detections."""
     options = '--conf-thres', CONF, '--iou-thres', IOU, '--device', 'cpu'
     by = ['--backend', 'aoti'] * (model.suffix == '.pt2')
@@ -156,9 +156,9 @@ def parsed(line):
 
 @pytest.mark.faults
 @pytest.mark.parametrize('name', ['plain', 'end2end'])
-def test_openvino_finds_what_python_finds(openvino, files, capsys, name):
+def test_openvino_finds_what_python_finds(openvino, files, name):
     ours = openvino('--model', files / f'{name}.xml', '--input', files / 'images', '--conf', CONF, '--iou', IOU)
-    assert_same_lines(ours, python_finds(files / f'{name}.xml', files / 'images', capsys))
+    assert_same_lines(ours, python_finds(files / f'{name}.xml', files / 'images'))
 
 
 @pytest.fixture(scope='module')
@@ -169,9 +169,9 @@ def package(small, tmp_path_factory):
 
 
 @pytest.mark.faults
-def test_a_package_finds_what_python_finds(aoti, package, files, capsys):
+def test_a_package_finds_what_python_finds(aoti, package, files):
     ours = aoti('--model', package, '--input', files / 'images', '--conf', CONF, '--iou', IOU)
-    assert_same_lines(ours, python_finds(package, files / 'images', capsys))
+    assert_same_lines(ours, python_finds(package, files / 'images'))
 
 
 @pytest.mark.faults

@@ -65,13 +65,6 @@ def harmless(text, odd=False):
     return True
 
 
-def with_names(file, names, out='weights.pt'):
-    """Write the checkpoint `file` with other names of classes."""
-    content = torch.load(file, map_location='cpu', weights_only=False)
-    content['model'].names = names
-    torch.save(content, out)
-
-
 @pytest.fixture
 def says(told, material, capfd):
     """Callable: the line of a command that ends well → its output, which is harmless."""
@@ -124,7 +117,9 @@ def test_the_stride_in_the_metadata_of_an_export(text, stride):
 
 def test_odd_names_are_shown_as_they_are_typed(material, tmp_path, says):
     """From the checkpoint to labels.txt, and from the data to the terminal and report.md."""
-    with_names(material['single.pt'], ODD)
+    content = torch.load(material['single.pt'], weights_only=False)
+    content['model'].names = ODD
+    torch.save(content, 'weights.pt')
     says('export_yoloV9.py --weights weights.pt --size 64')
     assert (tmp_path / 'labels.txt').read_text(encoding='utf-8').splitlines() == ODD
     config = (tmp_path / 'config_infer_primary_yoloV9.txt').read_text().splitlines()

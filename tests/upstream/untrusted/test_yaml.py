@@ -140,10 +140,10 @@ def test_all_yaml_is_read_in_one_place():
 # ---- networks -----------------------------------------------------------------------------------------------------------
 
 
-def with_row(row, at=1):
-    """The demo's network with another row."""
+def with_row(row):
+    """The demo's network with another second row."""
     content = deepcopy(CFG)
-    content['backbone'][at] = row
+    content['backbone'][1] = row
     return content
 
 

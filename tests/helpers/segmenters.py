@@ -3,11 +3,8 @@
 import pytest
 import torch
 
-from helpers.zoo import build, fuse, settings
+from helpers.zoo import build, calibrated, fuse
 from models.deploy.agreement import made_images
-from models.quantize.calibration.calibrate import fit_ranges
-from models.quantize.convert import quantize_model
-from models.quantize.scales import tie_scales
 
 CLASSES, NM = 3, 8
 BACKBONE = [
@@ -31,9 +28,7 @@ def segmenter(head='Segment', quantized=False):
     """A fused model with one of HEADS, in eval mode; calibrated if `quantized`."""
     model = fuse(tamed(build('demo-seg', backbone=BACKBONE, head=HEADS[head], nc=CLASSES)))
     if quantized:
-        quantize_model(model)
-        tie_scales(model)
-        fit_ranges(model, [made_images(4, (96, 96))], settings(calib_method='max'))
+        calibrated(model, [made_images(4, (96, 96))], calib_method='max')
     return model
 
 

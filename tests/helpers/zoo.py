@@ -4,6 +4,7 @@ conftest.py puts the patched tree on sys.path, and then imports this file. The p
 """
 
 import fcntl
+import math
 import os
 import shutil
 import signal
@@ -27,7 +28,7 @@ from models.deploy.load import load_format
 from models.quantize import checkpoint
 from models.quantize.blocks import is_quantized
 from models.quantize.calibration.calibrate import fit_ranges
-from models.quantize.convert import quantize_model
+from models.quantize.convert import TENSORRT, quantize_model
 from models.quantize.reparameterize import reparameterize
 from models.quantize.run.stages import fine_tuning
 from models.quantize.scales import tie_scales
@@ -205,12 +206,22 @@ class Demo:
         return checkpoint.CheckpointFile(self.quantized).load_quantized()[0]
 
 
+def calibrated(model, batches, target=TENSORRT, keep_float=(), tie=True, sums=math.inf, **changes):
+    """Quantize a fused float model in place, `tie` its scales, and set its ranges on batches of images; returns the Conversion.
+
+    sums: see scales.tie_scales; changes: of `settings`.
+    """
+    done = quantize_model(model, keep_float, target)
+    if tie:
+        tie_scales(model, sums)
+    fit_ranges(model, batches, settings(**changes))
+    return done
+
+
 def calibrated_demo(demo):
     """Write demo.quantized, calibrated on a few images, and upstream's caches of labels; returns `demo`."""
     model, options, data = demo.float_model(), settings(), load_data(demo.data)
-    quantize_model(model)
-    tie_scales(model)
-    fit_ranges(model, Loaders(data, options, 32, torch.device('cpu')).calibration(), options)
+    calibrated(model, Loaders(data, options, 32, torch.device('cpu')).calibration())
     checkpoint.save_model(demo.quantized, model, {'imgsz': list(options.imgsz)}, sha256(demo.single))
     Loaders(data, EvalConfig(demo.single, demo.data, imgsz=128, workers=0), 32).scored()
     return demo

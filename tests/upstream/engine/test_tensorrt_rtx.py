@@ -14,13 +14,11 @@ import pytest
 from helpers.faults import sampled
 from helpers.graphs import FLOAT, INT8_BLOCK, between_quantized, copy, graph_of, node, with_values
 from helpers.segmenters import CLASSES, NM, segmenter
-from helpers.zoo import build, fuse, image, settings
+from helpers.zoo import build, calibrated, fuse, image
 
 from models.deploy.formats.deepstream import deepstream_layout
 from models.deploy.formats.onnx import export_onnx
 from models.quantize.blocks import QuantConv2d
-from models.quantize.calibration.calibrate import fit_ranges
-from models.quantize.convert import quantize_model
 from test_engine_layers import ends
 from utils.qat.config.export import NMS_LIMITS, Nms, Pooling
 from utils.qat.graph import onnx_graph
@@ -203,8 +201,7 @@ def test_an_engine_of_a_whole_model(exported, kind, options, typing, layout):
 def test_engines_of_gelan(tmp_path):
     """A whole model of upstream's, static, at the lowest opset with FP16 scales."""
     model = fuse(build('gelan-t'))
-    quantize_model(model)
-    fit_ranges(model, [image()], settings(calib_method='max'))
+    calibrated(model, [image()], tie=False, calib_method='max')
     export_onnx(model, tmp_path / 'model.onnx', (64, 64), opset=19)
     graph, int8 = onnx.load(tmp_path / 'model.onnx'), sum(isinstance(m, QuantConv2d) for m in model.modules())
     assert_compiled(graph, compile_graph(graph), int8)

@@ -8,13 +8,11 @@ import onnx
 import pytest
 import torch
 from conftest import REPO
-from helpers.zoo import image, python, reading_parts, settings
+from helpers.zoo import calibrated, image, python, reading_parts
 from torch.utils.flop_counter import FlopCounterMode
 
 from models.deploy.formats.onnx import export_onnx
 from models.quantize.blocks import QuantConv2d, without_groups
-from models.quantize.calibration.calibrate import fit_ranges
-from models.quantize.convert import quantize_model
 from utils.qat.graph import audit
 from utils.qat.graph.onnx_file import load
 from utils.qat.graph.tensor_types import infer
@@ -24,8 +22,7 @@ IMGSZ = (64, 64)  # as zoo.exports
 
 def free_scales(small):
     model = small.float_model()
-    quantize_model(model)
-    fit_ranges(model, [image(batch=4)], settings())
+    calibrated(model, [image(batch=4)], tie=False)
     return model
 
 

@@ -20,7 +20,7 @@ from helpers.faults import sampled
 from helpers.graphs import copy, metadata, model_of, run_onnx, unread
 from helpers.segmenters import BACKBONE, HEADS
 from helpers.tables import named_rows
-from helpers.zoo import SMALL, assert_within_interval, build, command, fuse, image, program, reading_parts, settings
+from helpers.zoo import SMALL, assert_within_interval, build, calibrated, command, fuse, image, program, reading_parts
 from models.common import RepNCSP
 from onnx import TensorProto, numpy_helper
 from onnx.reference import ReferenceEvaluator
@@ -28,10 +28,7 @@ from onnx.reference import ReferenceEvaluator
 from models.deploy.formats.format import Export
 from models.deploy.formats.onnx import export_onnx, write_onnx
 from models.quantize.activations import exchangeable, exchanged, finish_exchange
-from models.quantize.calibration.calibrate import fit_ranges
-from models.quantize.convert import quantize_model
 from models.quantize.reparameterize import reparameterize
-from models.quantize.scales import tie_scales
 from utils.qat.backends.pytorch import TorchModel
 from utils.qat.config.export import ExportConfig
 from utils.qat.config.tables import load_target
@@ -255,9 +252,7 @@ def quantized(name, exchange=None, sums=math.inf, **changes):
     model = fuse(model)
     if exchange:
         model = finish_exchange(exchanged(model, exchange, exchangeable(model, exchange)))
-    quantize_model(model)
-    tie_scales(model, sums)
-    fit_ranges(model, [image(batch=2)], settings())
+    calibrated(model, [image(batch=2)], sums=sums)
     return model
 
 
@@ -489,8 +484,7 @@ def test_other_targets_keep_their_widths(target):
 def test_float_models_and_classifiers_keep_their_widths(small, tmp_path):
     assert Export(ExportConfig('m.pt'), TorchModel(small.float_model()), []).widths == 1
     model = classifiers.loaded('yolo', tmp_path)
-    quantize_model(model)
-    fit_ranges(model, [classifiers.images()], settings())
+    calibrated(model, [classifiers.images()], tie=False)
     assert Export(ExportConfig('m.pt'), TorchModel(model, {'recipe': {}}), []).widths == 1
 
 

@@ -13,16 +13,13 @@ import torch
 from helpers.faults import answer, archive, members
 from helpers.fresh import fresh
 from helpers.segmenters import segmenter
-from helpers.zoo import FLIPS, command, deployed, image, program, python, same, settings, share_of_float
+from helpers.zoo import FLIPS, calibrated, command, deployed, image, program, python, same, share_of_float
 
 from models.deploy.agreement import made_images, output_differences, traceable_copy
 from models.deploy.decomposed import on_integers
 from models.deploy.formats.onnx import input_metadata
 from models.quantize.blocks import QuantConv2d
-from models.quantize.calibration.calibrate import fit_ranges
-from models.quantize.convert import quantize_model
 from models.quantize.quantizers import named_quantizers
-from models.quantize.scales import tie_scales
 from utils.qat.config.tables import TARGETS, load_target
 from utils.qat.core.errors import QatError
 from utils.qat.graph.padding import PADDED
@@ -65,10 +62,8 @@ def files(small, tmp_path_factory):
 @pytest.mark.parametrize('target', TARGETS)
 def test_integers_have_the_values_of_the_fake_quantizers(small, target):
     model = small.float_model()
-    quantize_model(model, target=load_target(target))
-    tie_scales(model)
     images = made_images(2, (SIDE, SIDE))
-    fit_ranges(model, [images], settings())
+    calibrated(model, [images], load_target(target))
     model = traceable_copy(model)
     for unsigned in (False, True):
         integers = on_integers(model, unsigned)

@@ -9,7 +9,7 @@ from conftest import REPO
 from helpers.faults import sampled
 from helpers.graphs import assert_same_outputs, averages, copy, in_onnxruntime, unread
 from helpers.segmenters import BACKBONE, HEADS
-from helpers.zoo import DUAL, SEGMENT, SINGLE, SMALL, build, command, full, fuse, image, settings
+from helpers.zoo import DUAL, SEGMENT, SINGLE, SMALL, build, calibrated, command, full, fuse, image, settings
 from models.common import CBFuse
 
 from models.deploy.agreement import made_images
@@ -20,7 +20,6 @@ from models.quantize.calibration.calibrate import fit_ranges
 from models.quantize.convert import find_twins, quantize_model
 from models.quantize.quantizers import named_quantizers
 from models.quantize.reparameterize import reparameterize
-from models.quantize.scales import tie_scales
 from utils.qat.config.qat import QuantizeConfig
 from utils.qat.config.settings import option_of
 from utils.qat.config.tables import DEFAULT_TARGET, TARGETS, load_target
@@ -51,11 +50,7 @@ def prepared(name, target=TENSORRT, tie=True, **changes):
     model = build(name, **smaller, **changes)
     if type(model.model[-1]).__name__.startswith(('Dual', 'Triple')):
         model = reparameterize(model)
-    done = quantize_model(fuse(model), target=target)
-    if tie:
-        tie_scales(model)
-    fit_ranges(model, [image(batch=2)], settings())
-    return done, model
+    return calibrated(fuse(model), [image(batch=2)], target, tie=tie), model
 
 
 MADE = {}  # what was asked for → what was done, and the file
@@ -162,28 +157,23 @@ SUM = {  # the small network with a CBFuse, and a block behind it
 }
 
 
-def test_a_block_in_float_by_choice_behind_a_sum_is_no_fault_of_the_sum(tmp_path):
-    """The sum reads INT8, and its reader wants float."""
-    model, target = fuse(build('demo', **SUM)), OPENVINO
-    first = next(m.i for m in model.model if isinstance(m, CBFuse))
-    kept = [path for path in find_twins(model, target) if path.startswith(f'model.{first + 1}.')]
-    assert kept
-    quantize_model(model, keep_float=kept, target=target)
-    tie_scales(model)
-    fit_ranges(model, [image()], settings())
-    export_onnx(model, tmp_path / 'model.onnx', (64, 64), simplify=True, target=target, kept_float=kept)
-    assert audit(onnx.load(tmp_path / 'model.onnx'), graph_of(target.name).RULES).findings == []
+BEHIND, SUM_ITSELF = 1, 0
 
 
-@pytest.mark.parametrize('target', [TENSORRT, OPENVINO, ORT], ids=lambda target: target.name)
-def test_a_sum_in_float_by_choice_is_no_fault_and_neither_is_the_arithmetic_of_shapes(target, tmp_path):
-    """Files that are not simplified have the latter."""
+@pytest.mark.parametrize(
+    'target, which, simplify',
+    [(OPENVINO, BEHIND, True), *((target, SUM_ITSELF, False) for target in (TENSORRT, OPENVINO, ORT))],
+)
+def test_what_is_in_float_by_choice_is_no_fault_and_neither_is_the_arithmetic_of_shapes(
+    target, which, simplify, tmp_path
+):
+    """A sum; or the block behind it, where the sum reads INT8 and its reader wants float. Files that are not simplified have arithmetic."""
     model = fuse(build('demo', **SUM))
-    kept = [next(f'model.{m.i}' for m in model.model if isinstance(m, CBFuse))]
-    quantize_model(model, keep_float=kept, target=target)
-    tie_scales(model)
-    fit_ranges(model, [image()], settings())
-    export_onnx(model, tmp_path / 'model.onnx', (64, 64), target=target, kept_float=kept)
+    layer = which + next(m.i for m in model.model if isinstance(m, CBFuse))
+    kept = [path for path in find_twins(model, target) if f'{path}.'.startswith(f'model.{layer}.')]
+    assert kept
+    calibrated(model, [image()], target, kept)
+    export_onnx(model, tmp_path / 'model.onnx', (64, 64), simplify=simplify, target=target, kept_float=kept)
     assert audit(onnx.load(tmp_path / 'model.onnx'), graph_of(target.name).RULES).findings == []
 
 

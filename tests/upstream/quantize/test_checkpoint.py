@@ -9,6 +9,7 @@ from helpers.fresh import fresh
 from helpers.zoo import (
     SMALL,
     build,
+    calibrated,
     full,
     fuse,
     image,
@@ -17,18 +18,15 @@ from helpers.zoo import (
     load_quantized,
     output,
     same,
-    settings,
     state,
 )
 
 from models.quantize import blocks
 from models.quantize.blocks import is_quantized
-from models.quantize.calibration.calibrate import fit_ranges
 from models.quantize.checkpoint import CheckpointFile, save_model
-from models.quantize.convert import quantize_model
 from models.quantize.quantizers import Quantizer, SiLUQuantizer
 from models.quantize.reparameterize import reparameterize
-from models.quantize.scales import tie_scales
+from models.quantize.scales import shared_scales
 from utils.qat.config.tables import load_target
 from utils.qat.core.errors import QatError
 from utils.qat.core.files import sha256
@@ -89,11 +87,9 @@ def test_so_it_is_with_the_other_heads(name, tmp_path):
     model = build(name)
     if type(model.model[-1]).__name__ == 'DualDSegment':
         model = reparameterize(model)
-    quantize_model(fuse(model))
-    groups = tie_scales(model)
-    fit_ranges(model, [image(batch=2)], settings())
+    calibrated(fuse(model), [image(batch=2)])
     save_model(tmp_path / 'model.pt', model, {}, '0' * 64)
-    assert type(model.model[-1]).__name__ == 'DSegment' and any('proto' in path for group in groups for path in group)
+    assert type(model.model[-1]).__name__ == 'DSegment' and 'proto' in str(shared_scales(model))
     assert same(in_a_fresh_process(tmp_path / 'model.pt', image(), tmp_path), output(model, image()))
 
 
@@ -113,8 +109,7 @@ def test_class_paths_are_a_file_format(demo):
 @pytest.mark.parametrize('activation', ['nn.ReLU(inplace=True)', 'nn.LeakyReLU(0.2)', 'nn.PReLU()', 'nn.Softplus(2)'])
 def test_a_model_for_onnxruntime_is_read_again(tmp_path, activation):
     model = reparameterize(build('demo', **SMALL, activation=activation))
-    quantize_model(fuse(model), target=load_target('onnxruntime'))
-    fit_ranges(model, [image(batch=2)], settings())
+    calibrated(fuse(model), [image(batch=2)], load_target('onnxruntime'), tie=False)
     path = tmp_path / 'model.pt'
     save_model(path, model, {'target': 'onnxruntime'}, '0' * 64)
     again, _ = load_quantized(path)

@@ -6,10 +6,9 @@ from copy import deepcopy
 import onnx
 import pytest
 import torch
-from helpers.zoo import build, fuse, image, output, same, settings
+from helpers.zoo import build, calibrated, fuse, image, output, same
 
 from models.deploy.formats.onnx import export_onnx
-from models.quantize.calibration.calibrate import fit_ranges
 from models.quantize.checkpoint import CheckpointFile, save_model
 from models.quantize.convert import quantize_model
 from models.quantize.quantizers import named_quantizers
@@ -84,9 +83,7 @@ def test_what_joins_a_tensor_with_negative_values_is_signed(small):
 def tied(demo):
     """The trained demo, tied and calibrated."""
     model = demo.float_model()
-    quantize_model(model)
-    tie_scales(model)
-    fit_ranges(model, [image(batch=4)], settings())
+    calibrated(model, [image(batch=4)])
     return model
 
 

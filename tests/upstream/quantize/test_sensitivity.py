@@ -6,20 +6,19 @@ import numpy as np
 import onnx
 import pytest
 import torch
-from helpers.zoo import build, full, fuse, image, program, same, settings
+from helpers.zoo import build, calibrated, full, fuse, image, program, same, settings
 
 from models.deploy.formats.onnx import export_onnx
 from models.quantize import checkpoint
 from models.quantize.analysis.partly_float import ALONE, FLOAT, INT8, TwinForms, measure_units
 from models.quantize.analysis.sensitivity import DivergenceEstimate, unit_costs
 from models.quantize.blocks import Twin
-from models.quantize.calibration.calibrate import fit_ranges
 from models.quantize.calibration.divergence import HeadOutputs
 from models.quantize.convert import CHOSEN, find_twins, quantize_model
 from models.quantize.kept import Kept, left_out, within_budget
 from models.quantize.network import find_units
 from models.quantize.quantizers import named_quantizers
-from models.quantize.scales import scale_groups, tie_scales
+from models.quantize.scales import scale_groups
 from utils.qat.config.tasks import load_task
 from utils.qat.core.command import run_command
 from utils.qat.core.errors import QatError
@@ -174,9 +173,7 @@ def partly(small):
     """A calibrated model with some units in float, and their paths."""
     model = small.float_model()
     kept = left_out(list(find_twins(model)), KEPT)
-    done = quantize_model(model, keep_float=kept)
-    tie_scales(model)
-    fit_ranges(model, [image(96, 2, seed) for seed in range(2)], settings())
+    done = calibrated(model, [image(96, 2, seed) for seed in range(2)], keep_float=kept)
     return model, kept, done
 
 

@@ -13,7 +13,19 @@ import pytest
 import torch
 import torch.nn as nn
 from helpers import classifiers
-from helpers.zoo import FLIPS, command, image, interrupt, load_any, load_float, output, same, settings, share_of_float
+from helpers.zoo import (
+    FLIPS,
+    calibrated,
+    command,
+    image,
+    interrupt,
+    load_any,
+    load_float,
+    output,
+    same,
+    settings,
+    share_of_float,
+)
 from torchvision.ops.misc import SqueezeExcitation
 
 from models.deploy.formats.onnx import export_onnx
@@ -30,14 +42,13 @@ from models.quantize.activations import (
     restore,
 )
 from models.quantize.adapt import LOST, adapt, expected_loss
-from models.quantize.calibration.calibrate import fit_ranges
 from models.quantize.calibration.divergence import HeadOutputs
 from models.quantize.convert import quantize_model
 from models.quantize.finetuning.loop import Learning
 from models.quantize.kept import kept_of
 from models.quantize.run.run import Run, open_inputs, open_work
 from models.quantize.run.scorer import change_by, score_float
-from models.quantize.scales import never_negative, tie_scales
+from models.quantize.scales import never_negative
 from test_resume import alike
 from utils.qat.backends.detections import prepared
 from utils.qat.backends.pytorch import TorchModel
@@ -148,13 +159,11 @@ def test_a_float_checkpoint_knows_its_activations(small, tmp_path, activation):
 @pytest.mark.parametrize('name', TARGETS)
 @pytest.mark.parametrize('activation', ACTIVATIONS)
 def test_every_target_quantizes_them(small, tmp_path, activation, name):
-    target, options = load_target(name), settings()
+    target = load_target(name)
     if activation not in target.gains_by:
         pytest.skip(f'{target.title} gains nothing by {activation}')
     model = exchanged_model(small, activation)
-    quantize_model(model, target=target)
-    tie_scales(model)
-    fit_ranges(model, IMAGES, options)
+    calibrated(model, IMAGES, target)
     checkpoint.save_model(tmp_path / 'q.pt', model, {'target': name, 'imgsz': [64, 64]}, '0' * 64)
     again, quant = load_any(tmp_path / 'q.pt')
     assert quant and same(output(again, IMAGES[0]), output(model, IMAGES[0]))

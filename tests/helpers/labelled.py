@@ -1,5 +1,6 @@
 """Labelled images for the tests of scores, their labels as a perfect model would find them, and command lines."""
 
+import shutil
 from pathlib import Path
 
 import cv2
@@ -17,6 +18,19 @@ def val_images(data, size=128, square=False, masks=False, limit=None, batch_size
     """The batches of the val images of a data YAML, for a stride of 32; options: of EvalConfig."""
     config = EvalConfig(Path('w.pt'), data, batch_size=batch_size, imgsz=size, workers=0, **options)
     return Loaders(load_data(data, masks=masks), config, 32).scored(square=square, limit=limit)
+
+
+def moved(data, folder):
+    """Write the YAML of a data set whose files are in `folder` now; returns it."""
+    new = folder / data.name
+    new.write_text(data.read_text().replace(str(data.parent), str(folder)))
+    return new
+
+
+def copied(data, folder):
+    """Copy a data set to `folder`, without what upstream has cached of its labels; returns its YAML."""
+    shutil.copytree(data.parent, folder, ignore=shutil.ignore_patterns('*.cache'))
+    return moved(data, folder)
 
 
 def labels_of(batches, images):

@@ -9,7 +9,6 @@ import os
 import pty
 import re
 import shlex
-import shutil
 import struct
 import subprocess
 import sys
@@ -22,6 +21,7 @@ import pytest
 from conftest import REPO, TREE
 from helpers import zoo
 from helpers.commands import scores, state_of
+from helpers.labelled import copied
 from helpers.zoo import program
 from PIL import Image
 
@@ -83,16 +83,8 @@ def in_terminal(*words, **environment):
     return got.decode()
 
 
-def unread(small, folder):
-    """The YAML of a copy of the data whose labels upstream has not cached."""
-    shutil.copytree(small.data.parent, folder / 'data', ignore=shutil.ignore_patterns('*.cache'))
-    copy = folder / 'data/data.yaml'
-    copy.write_text(copy.read_text().replace(str(small.data.parent), str(copy.parent)))
-    return copy
-
-
 def evaluation(small, folder):
-    data = '--weights', small.quantized, '--data', unread(small, folder)
+    data = '--weights', small.quantized, '--data', copied(small.data, folder / 'data')
     return ['qat.py', 'eval', *data, *SMALL, '--project', folder / 'runs']
 
 

@@ -1,7 +1,6 @@
 """Laws of masks: figures equal upstream's, are equal for both forms of masks, and are right in cases by hand."""
 
 import json
-import shutil
 from copy import deepcopy
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from helpers.faults import sampled
 from helpers.fresh import fresh
-from helpers.labelled import CPU, PERFECT, labels_of, val_images, words
+from helpers.labelled import CPU, PERFECT, copied, labels_of, val_images, words
 from helpers.zoo import build, command, fuse, image, program, settings
 from pycocotools import mask as coco
 from torchvision.ops import roi_align
@@ -372,13 +371,11 @@ def test_labels_without_outlines_are_named(small, checkpoint, tmp_path):
 
 
 def test_a_line_without_outline_among_others_is_named(data, tmp_path):
-    copy = tmp_path / 'data'
-    shutil.copytree(data.parent, copy)
-    file = next((copy / 'labels/val').glob('*.txt'))
+    copy = copied(data, tmp_path / 'data')
+    file = next((copy.parent / 'labels/val').glob('*.txt'))
     file.write_text(file.read_text() + '3 0.5 0.5 0.1 0.1\n')
-    (copy / 'data.yaml').write_text(data.read_text().replace(str(data.parent), str(copy)))
     with pytest.raises(QatError, match=f'{file.name}: has boxes'):
-        val_images(copy / 'data.yaml', masks=True)
+        val_images(copy, masks=True)
 
 
 OF_SEGMENTS = [('segment/qat_seg.py', verb) for verb in ('quantize', 'sensitive', 'eval', 'quantize --dry-run')]

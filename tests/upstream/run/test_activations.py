@@ -3,7 +3,6 @@
 import csv
 import json
 import re
-import shutil
 from copy import deepcopy
 from itertools import islice
 from pathlib import Path
@@ -13,6 +12,7 @@ import pytest
 import torch
 import torch.nn as nn
 from helpers import classifiers
+from helpers.labelled import copied
 from helpers.zoo import (
     FLIPS,
     calibrated,
@@ -252,12 +252,9 @@ def test_with_relu_an_epoch_has_iters_steps_on_labels(small, changes, labelled, 
 
 
 def test_without_any_label_a_loss_on_them_is_refused(small, tmp_path):
-    folder = tmp_path / 'data'
-    shutil.copytree(small.data.parent, folder, ignore=shutil.ignore_patterns('*.cache'))
-    for file in (folder / 'labels/train').iterdir():
+    data = copied(small.data, tmp_path / 'data')
+    for file in (tmp_path / 'data/labels/train').iterdir():
         file.write_text('')
-    data = folder / 'data.yaml'
-    data.write_text(data.read_text().replace(str(small.data.parent), str(folder)))
     config = settings(weights=small.single, data=data, target='openvino', activation='relu')
     with pytest.raises(QatError, match='train: none of its .* nothing can be learnt from; --task-loss 0 needs none'):
         open_work(open_inputs(config))

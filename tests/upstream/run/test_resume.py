@@ -12,9 +12,9 @@ import cv2
 import numpy as np
 import pytest
 import torch
-import yaml
 from conftest import REPO
 from helpers.faults import sampled
+from helpers.labelled import copied
 from helpers.zoo import command, image, interrupt, load_any, recipe, same, settings, state
 
 from models.quantize.finetuning.loop import Epoch, finetune
@@ -68,12 +68,10 @@ def test_without_hyp_images_are_as_they_are(small):
 
 
 def test_fewer_images_are_spread_over_the_set(small):
-    """For the calibration, of which some compare, and for scores."""
+    """For the calibration, of which some compare; test_compare.py has those for scores."""
     whole, four = (Loaders(load_data(small.data), settings(imgsz=64, calib_images=n), 32) for n in (12, 4))
     images, few = torch.cat(list(whole.calibration())), four.calibration()
     assert same([torch.cat(list(few)), torch.cat(list(few.spread(2)))], [images[::3], images[::6]])
-    paths, some = ([path for batch in whole.scored(True, limit) for path in batch[2]] for limit in (None, 4))
-    assert some == paths[::3]
 
 
 def test_images_without_labels_are_augmented_alike(small, tmp_path):
@@ -196,12 +194,10 @@ def test_a_split_that_leaves_one_side_empty(small, classes, share):
 @pytest.fixture
 def shapes(small, tmp_path):
     """A data set with training images of many shapes."""
-    shutil.copytree(small.data.parent, tmp_path / 'data', ignore=shutil.ignore_patterns('*.cache'))
+    data = copied(small.data, tmp_path / 'data')
     for i, file in enumerate(sorted((tmp_path / 'data/images/train').glob('*.jpg'))):
         cv2.imwrite(str(file), cv2.resize(cv2.imread(str(file)), (200 + 20 * i, 320 - 12 * i)))
-    content = yaml.safe_load(small.data.read_text())
-    (tmp_path / 'data/data.yaml').write_text(yaml.safe_dump({**content, 'path': str(tmp_path / 'data')}))
-    return load_data(tmp_path / 'data/data.yaml')
+    return load_data(data)
 
 
 def test_held_out_images_without_labels_choose_nothing(shapes):

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 from conftest import REPO, TREE
-from helpers.labelled import boxes_of
+from helpers.labelled import boxes_of, moved
 from helpers.zoo import assert_within_interval, command, load_quantized, program, rows_of, settings
 from utils.general import scale_boxes, xywh2xyxy
 
@@ -164,7 +164,7 @@ def coco(small, tmp_path):
     (tmp_path / 'annotations').mkdir()
     (tmp_path / 'annotations/all.json').write_text(json.dumps(labels))
     (tmp_path / 'outside.jpg').touch()
-    (tmp_path / 'data.yaml').write_text(small.data.read_text().replace(str(small.data.parent), str(tmp_path)))
+    moved(small.data, tmp_path)
     return tmp_path
 
 
@@ -212,7 +212,7 @@ def test_voc_becomes_what_it_was_made_of(small, tmp_path):
         (tmp_path / 'Annotations').mkdir(exist_ok=True)
         (tmp_path / f'Annotations/{file.parent.name}-{file.name}').with_suffix('.xml').write_text(xml)
         file.rename(file.with_name(f'{file.parent.name}-{file.name}'))
-    (tmp_path / 'data.yaml').write_text(small.data.read_text().replace(str(small.data.parent), str(tmp_path)))
+    moved(small.data, tmp_path)
     ours = '--data', tmp_path / 'data.yaml', '--workers', 0, '--device', 'cpu', '--project', tmp_path / 'runs'
     said = command('qat.py', 'eval', '--weights', small.single, *ours, code=2)
     assert f'python scripts/voc_to_yolo.py {tmp_path}/Annotations {tmp_path}/images/val' in said

@@ -23,6 +23,7 @@ from conftest import REPO, copy_upstream
 from PIL import Image
 
 from helpers.commands import PATCH, answer, call, judged, sampled  # noqa: F401  tests have them from here too
+from helpers.labelled import coco_labels
 from helpers.zoo import command, interrupt
 
 RUN = '--imgsz 64 --device cpu --project out --workers 0'
@@ -189,24 +190,18 @@ class Material:
         """A set whose validation images have COCO's annotations, which upstream finds by the name of the list of images."""
         from utils.general import coco80_to_coco91_class
 
-        folder, categories, images, things = self.data('coco'), coco80_to_coco91_class()[:10], [], []
+        folder = self.data('coco')
         (folder / 'xml').mkdir()
         box = '<bndbox><xmin>1</xmin><ymin>2</ymin><xmax>30</xmax><ymax>40</ymax></bndbox>'
         thing = f'<object>\n<name>1</name>\n<difficult>0</difficult>\n{box}\n</object>\n'
         (folder / 'xml/00000.xml').write_text(f'<?xml version="1.0"?>\n<annotation>\n{3 * thing}</annotation>\n')
-        for file in sorted((folder / 'images/val').glob('*.jpg')):
-            height, width = cv2.imread(str(file)).shape[:2]
-            images.append({'id': int(file.stem), 'file_name': file.name, 'width': width, 'height': height})
-            for line in (folder / f'labels/val/{file.stem}.txt').read_text().splitlines():
-                c, x, y, w, h = map(float, line.split())
-                box = [(x - w / 2) * width, (y - h / 2) * height, w * width, h * height]
-                of = {'id': len(things) + 1, 'image_id': int(file.stem), 'category_id': categories[int(c)]}
-                things.append({**of, 'bbox': box, 'area': box[2] * box[3], 'iscrowd': 0})
-        named = [{'id': number, 'name': str(i)} for i, number in enumerate(categories)]
-        (folder / 'coco.json').write_text(json.dumps({'images': images, 'annotations': things, 'categories': named}))
+        labels = coco_labels(sorted(folder.glob('images/val/*.jpg')), coco80_to_coco91_class()[:10])
+        (folder / 'coco.json').write_text(json.dumps(labels))
         (folder / 'annotations').mkdir()
         shutil.copy(folder / 'coco.json', folder / 'annotations/instances_val2017.json')
-        (folder / 'val2017.txt').write_text(''.join(f'./images/val/{image["file_name"]}\n' for image in images))
+        (folder / 'val2017.txt').write_text(
+            ''.join(f'./images/val/{image["file_name"]}\n' for image in labels['images'])
+        )
         content = yaml.safe_load((folder / 'data.yaml').read_text())
         (folder / 'coco.yaml').write_text(yaml.safe_dump({**content, 'val': 'val2017.txt'}))
 

@@ -49,6 +49,19 @@ def boxes_of(image):
     return (height, width), boxes
 
 
+def coco_labels(images, categories):
+    """The labels of image files as a COCO JSON has them: the id of an image is its place in the list, that of a class is in `categories`."""
+    sizes, boxes = [], []
+    for number, file in enumerate(images):
+        (height, width), found = boxes_of(file)
+        sizes.append({'id': number, 'file_name': file.name, 'width': width, 'height': height})
+        for c, *box in found:
+            of_image = {'image_id': number, 'category_id': categories[c], 'iscrowd': 0}
+            boxes.append({'id': len(boxes) + 1, **of_image, 'bbox': box, 'area': box[2] * box[3]})
+    named = [{'id': category, 'name': str(c)} for c, category in enumerate(categories)]
+    return {'images': sizes, 'annotations': boxes, 'categories': named}
+
+
 def words(line, **values):
     """The words of a command line; a value of one of its {names} stays one word, whatever spaces it has."""
     return [word.format(**values) for word in line.split()]

@@ -14,7 +14,7 @@ import torch
 from conftest import REPO
 from helpers import classifiers
 from helpers.fresh import fresh
-from helpers.labelled import boxes_of
+from helpers.labelled import coco_labels
 from helpers.zoo import (
     assert_same_ap,
     assert_verdicts,
@@ -480,27 +480,15 @@ def test_the_benchmark_shows_images_of_the_classifiers_size(job):
 # ---- more of one task ----------------------------------------------------------------------------------------------------
 
 
-def coco_annotations(data):
-    """The boxes of the validation images as COCO annotations."""
-    categories, images, boxes = coco80_to_coco91_class(), [], []
-    for file in sorted((data / 'images/val').glob('*.jpg')):
-        (height, width), found = boxes_of(file)
-        images.append({'id': int(file.stem), 'width': width, 'height': height})
-        for c, *box in found:
-            of_image = {'image_id': int(file.stem), 'category_id': categories[c], 'iscrowd': 0}
-            boxes.append({'id': len(boxes) + 1, **of_image, 'bbox': box, 'area': box[2] * box[3]})
-    named = [{'id': i, 'name': str(i)} for i in categories[:10]]
-    return {'info': {}, 'images': images, 'annotations': boxes, 'categories': named}
-
-
 @of_detect
 def test_coco_data_gets_pycocotools_figures(job):
     """val2017.txt marks the data as COCO. With the boxes as COCO annotations, AP is about the same."""
-    data, right = job.data.parent, coco_annotations(job.data.parent)
+    data = job.data.parent
+    right = coco_labels(sorted(data.glob('images/val/*.jpg')), coco80_to_coco91_class()[:10])
     annotations = data / 'annotations/instances_val2017.json'
     annotations.parent.mkdir()
     annotations.write_text(json.dumps(right))
-    (data / 'val2017.txt').write_text(''.join(f'./images/val/{i["id"]:05d}.jpg\n' for i in right['images']))
+    (data / 'val2017.txt').write_text(''.join(f'./images/val/{i["file_name"]}\n' for i in right['images']))
     (data / 'coco.yaml').write_text(job.data.read_text().replace('val: images/val', 'val: val2017.txt'))
     coco = replace(job, data=data / 'coco.yaml')
     said, metrics = coco.eval('coco', job.best)

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 from conftest import REPO, TREE
-from helpers.labelled import boxes_of, moved
+from helpers.labelled import boxes_of, coco_labels, moved
 from helpers.zoo import assert_within_interval, command, load_quantized, program, rows_of, settings
 from utils.general import scale_boxes, xywh2xyxy
 
@@ -151,16 +151,9 @@ def test_val_trt_sh_names_a_missing_file_before_it_looks_for_tensorrt(tmp_path, 
 def coco(small, tmp_path):
     """A data set whose labels are annotations.json; category ids are 1, 11, 21, ... and the boxes of digit n have 10 n + 1."""
     shutil.copytree(small.data.parent / 'images', tmp_path / 'images')
-    images, boxes = [], []
-    for file in sorted((tmp_path / 'images').rglob('*.jpg')):
-        (height, width), found = boxes_of(small.data.parent / 'images' / file.parent.name / file.name)
-        images.append({'id': len(images), 'file_name': file.name, 'width': width, 'height': height})
-        for c, *box in found:
-            of_image = {'image_id': len(images) - 1, 'category_id': 10 * c + 1, 'iscrowd': 0}
-            boxes.append({'id': len(boxes), 'bbox': box, **of_image})
-    images.append({'id': 99, 'file_name': '../outside.jpg', 'width': 9, 'height': 9})
-    categories = [{'id': 10 * c + 1, 'name': str(c)} for c in reversed(range(10))]
-    labels = {'images': images, 'annotations': boxes, 'categories': categories}
+    labels = coco_labels(sorted(small.data.parent.glob('images/*/*.jpg')), [10 * c + 1 for c in range(10)])
+    labels['images'].append({'id': 99, 'file_name': '../outside.jpg', 'width': 9, 'height': 9})
+    labels['categories'].reverse()
     (tmp_path / 'annotations').mkdir()
     (tmp_path / 'annotations/all.json').write_text(json.dumps(labels))
     (tmp_path / 'outside.jpg').touch()

@@ -102,6 +102,13 @@ def fuse(model):
         return checkpoint.fuse(model)
 
 
+def single(name, **changes):
+    """A fused model of one branch with random weights: of a network with more branches what reparameterization makes of it."""
+    model = build(name, **changes)
+    several = type(model.model[-1]).__name__.startswith(('Dual', 'Triple'))
+    return fuse(reparameterize(model) if several else model)
+
+
 def loader(name):
     """The method `name` of CheckpointFile as a function of the file."""
     return lambda file: getattr(checkpoint.CheckpointFile(file), name)()

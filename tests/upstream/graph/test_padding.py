@@ -20,7 +20,16 @@ from helpers.faults import sampled
 from helpers.graphs import copy, metadata, model_of, run_onnx, unread
 from helpers.segmenters import BACKBONE, HEADS
 from helpers.tables import named_rows
-from helpers.zoo import SMALL, assert_within_interval, build, calibrated, command, fuse, image, program, reading_parts
+from helpers.zoo import (
+    SMALL,
+    assert_within_interval,
+    calibrated,
+    command,
+    image,
+    program,
+    reading_parts,
+    single,
+)
 from models.common import RepNCSP
 from onnx import TensorProto, numpy_helper
 from onnx.reference import ReferenceEvaluator
@@ -28,7 +37,6 @@ from onnx.reference import ReferenceEvaluator
 from models.deploy.formats.format import Export
 from models.deploy.formats.onnx import export_onnx, write_onnx
 from models.quantize.activations import exchangeable, exchanged, finish_exchange
-from models.quantize.reparameterize import reparameterize
 from utils.qat.backends.pytorch import TorchModel
 from utils.qat.config.export import ExportConfig
 from utils.qat.config.tables import load_target
@@ -246,10 +254,7 @@ FILES = {  # name → options of export_onnx
 def quantized(name, exchange=None, sums=math.inf, **changes):
     """A calibrated network with random weights. sums: see Target.split_sums."""
     name, smaller = NETWORKS.get(name, (name, {}))
-    model = build(name, **smaller, **changes)
-    if type(model.model[-1]).__name__.startswith('Dual'):
-        model = reparameterize(model)
-    model = fuse(model)
+    model = single(name, **smaller, **changes)
     if exchange:
         model = finish_exchange(exchanged(model, exchange, exchangeable(model, exchange)))
     calibrated(model, [image(batch=2)], sums=sums)

@@ -9,17 +9,15 @@ from conftest import REPO
 from helpers.faults import sampled
 from helpers.graphs import assert_same_outputs, averages, copy, in_onnxruntime, unread
 from helpers.segmenters import BACKBONE, HEADS
-from helpers.zoo import DUAL, SEGMENT, SINGLE, SMALL, build, calibrated, command, full, fuse, image, settings
+from helpers.zoo import DUAL, SEGMENT, SINGLE, SMALL, build, calibrated, command, full, fuse, image, single
 from models.common import CBFuse
 
 from models.deploy.agreement import made_images
 from models.deploy.formats.deepstream import deepstream_layout
 from models.deploy.formats.onnx import export_onnx
 from models.quantize.blocks import ACTIVATIONS
-from models.quantize.calibration.calibrate import fit_ranges
-from models.quantize.convert import find_twins, quantize_model
+from models.quantize.convert import find_twins
 from models.quantize.quantizers import named_quantizers
-from models.quantize.reparameterize import reparameterize
 from utils.qat.config.qat import QuantizeConfig
 from utils.qat.config.settings import option_of
 from utils.qat.config.tables import DEFAULT_TARGET, TARGETS, load_target
@@ -47,10 +45,8 @@ LARGE = sampled([*DUAL, *SINGLE, *full('yolov9', 'gelan'), *SEGMENT], 99, 98)  #
 def prepared(name, target=TENSORRT, tie=True, **changes):
     """(Conversion, model) of a network with random weights, quantized for `target` and calibrated."""
     name, smaller = NETWORKS.get(name, (name, {}))
-    model = build(name, **smaller, **changes)
-    if type(model.model[-1]).__name__.startswith(('Dual', 'Triple')):
-        model = reparameterize(model)
-    return calibrated(fuse(model), [image(batch=2)], target, tie=tie), model
+    model = single(name, **smaller, **changes)
+    return calibrated(model, [image(batch=2)], target, tie=tie), model
 
 
 MADE = {}  # what was asked for → what was done, and the file
@@ -263,9 +259,7 @@ def test_scales_and_zero_points_of_the_file_are_the_models(tmp_path):
 @torch.no_grad()
 def test_values_far_below_zero_widen_no_range():
     """SiLU is nearly 0 there."""
-    model = reparameterize(build('demo', **SMALL))
-    quantize_model(fuse(model), target=ORT)
-    first = model.model[0]
-    first.conv.bias.data[0] = -1000.0
-    fit_ranges(model, [image(batch=2)], settings(calib_method='max'))
-    assert first.act.input_quantizer._amax < 100
+    model = single('demo', **SMALL)
+    model.model[0].conv.bias.data[0] = -1000.0
+    calibrated(model, [image(batch=2)], ORT, tie=False, calib_method='max')
+    assert model.model[0].act.input_quantizer._amax < 100

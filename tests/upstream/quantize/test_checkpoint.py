@@ -8,16 +8,15 @@ from helpers.faults import archive, sampled
 from helpers.fresh import fresh
 from helpers.zoo import (
     SMALL,
-    build,
     calibrated,
     full,
-    fuse,
     image,
     load_any,
     load_float,
     load_quantized,
     output,
     same,
+    single,
     state,
 )
 
@@ -25,7 +24,6 @@ from models.quantize import blocks
 from models.quantize.blocks import is_quantized
 from models.quantize.checkpoint import CheckpointFile, save_model
 from models.quantize.quantizers import Quantizer, SiLUQuantizer
-from models.quantize.reparameterize import reparameterize
 from models.quantize.scales import shared_scales
 from utils.qat.config.tables import load_target
 from utils.qat.core.errors import QatError
@@ -84,10 +82,8 @@ def test_a_fresh_process_computes_the_same(request, files, loader, tmp_path):
 @pytest.mark.parametrize('name', sampled(full('gelan-c-dseg', 'yolov9-c-dseg'), 2))
 def test_so_it_is_with_the_other_heads(name, tmp_path):
     """DSegment, and DualDSegment, which reparameterization turns into a DSegment."""
-    model = build(name)
-    if type(model.model[-1]).__name__ == 'DualDSegment':
-        model = reparameterize(model)
-    calibrated(fuse(model), [image(batch=2)])
+    model = single(name)
+    calibrated(model, [image(batch=2)])
     save_model(tmp_path / 'model.pt', model, {}, '0' * 64)
     assert type(model.model[-1]).__name__ == 'DSegment' and 'proto' in str(shared_scales(model))
     assert same(in_a_fresh_process(tmp_path / 'model.pt', image(), tmp_path), output(model, image()))
@@ -108,8 +104,8 @@ def test_class_paths_are_a_file_format(demo):
 @torch.no_grad()
 @pytest.mark.parametrize('activation', ['nn.ReLU(inplace=True)', 'nn.LeakyReLU(0.2)', 'nn.PReLU()', 'nn.Softplus(2)'])
 def test_a_model_for_onnxruntime_is_read_again(tmp_path, activation):
-    model = reparameterize(build('demo', **SMALL, activation=activation))
-    calibrated(fuse(model), [image(batch=2)], load_target('onnxruntime'), tie=False)
+    model = single('demo', **SMALL, activation=activation)
+    calibrated(model, [image(batch=2)], load_target('onnxruntime'), tie=False)
     path = tmp_path / 'model.pt'
     save_model(path, model, {'target': 'onnxruntime'}, '0' * 64)
     again, _ = load_quantized(path)

@@ -16,11 +16,16 @@ LOST = {31: (0.0, 0.6), 80: (5.7, 6.5)}
 FEWEST = 160  # images that were learnt from
 
 
+def most_lost(classes: int) -> float:
+    """Return the most points of AP that ReLUs cost data with as many classes, or more; infinite if none was measured."""
+    return next((high for known, (_, high) in LOST.items() if classes <= known), float('inf'))
+
+
 def expected_loss(classes: int, images: int) -> str:
     """Say what ReLUs will cost a model of so many classes, that learns them from so many images."""
     least = max((low for known, (low, _) in LOST.items() if known <= classes), default=0)
-    most = next((high for known, (_, high) in LOST.items() if classes <= known), None)
-    points = f'{least:g} points of AP or more' if most is None else f'{least:g} to {most:g} points of AP'
+    most = most_lost(classes)
+    points = f'{least:g} to {most:g} points of AP' if most < float('inf') else f'{least:g} points of AP or more'
     fewer = f', or more, because fewer than {FEWEST} images are less than were measured' * (images < FEWEST)
     return f'with {classes} classes and {images} images expect to lose {points}{fewer}, before labels win some back in --epochs'
 

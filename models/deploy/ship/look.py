@@ -7,10 +7,12 @@ from dataclasses import fields
 import torch
 
 from models.deploy.ship.plan import Plan
+from models.quantize.activations import exchangeable
+from models.quantize.adapt import expected_loss, most_lost
 from models.quantize.run.duration import seconds_per_image
-from models.quantize.run.run import open_inputs, open_work
+from models.quantize.run.run import Inputs, open_inputs, open_work
 from utils.qat.backends.pytorch import TorchModel
-from utils.qat.config.qat import FloatConfig, QuantizeConfig
+from utils.qat.config.qat import AUTO, FloatConfig, QuantizeConfig
 from utils.qat.config.ship import EPOCHS, ShipConfig
 from utils.qat.config.tables import TARGETS
 from utils.qat.core.errors import QatError
@@ -36,6 +38,15 @@ def engine_for(wanted: str | None, device: torch.device) -> tuple[str, str]:
     raise QatError(f'--for {wanted or "(none given)"}: {"; ".join(reasons)}')
 
 
+def activation_for(config: ShipConfig, inputs: Inputs, device: str) -> str:
+    """Choose the activation function: that of `quantize`, or where it leaves SiLU ReLU, if a GPU and labels teach it for less than --max-drop."""
+    chosen, images, task = inputs.config.activation, inputs.images.data, inputs.task
+    learnt = config.activation == AUTO and chosen == 'keep' and 'relu' in TARGETS[config.for_ or ''].gains_by
+    teaches = device == 'cuda' and bool(config.epochs) and images.labelled and task.boxes and not task.masks
+    affordable = most_lost(len(images.names)) <= config.max_drop
+    return 'relu' if learnt and teaches and affordable and exchangeable(inputs.model, 'relu') else chosen
+
+
 def look(config: ShipConfig) -> Plan:
     """Open all that `quantize` will, and time an image. Raises QatError for all that would stop a later step."""
     device = select_device(config.device)
@@ -48,7 +59,7 @@ def look(config: ShipConfig) -> Plan:
     asked |= {'epochs': config.epochs, 'activation': config.activation, 'eval_origin': False, 'eval_ptq': False}
     inputs = open_inputs(QuantizeConfig(**asked, target=engine))
     work = open_work(inputs)
-    config = config.decide(imgsz=inputs.config.imgsz, activation=inputs.config.activation)
+    config = config.decide(imgsz=inputs.config.imgsz, activation=activation_for(config, inputs, device.type))
     assert work.calibration  # it is a new run
     scored, chosen = inputs.images.scored(square=True).dataset, work.calibration.loader.dataset
     numbers = {'val': len(scored), 'calibration': len(chosen), 'train': len(chosen.dataset)}
@@ -57,6 +68,9 @@ def look(config: ShipConfig) -> Plan:
         f'{pixels(config.imgsz)}\n{config.data}: {numbers["val"]} images of val, {numbers["train"]} of train\n'
         f'{target.title} on {where}{guessed}, PyTorch on {describe(device)}'
     )
+    if config.activation == 'relu' and 'activation' in config.decided:
+        price = expected_loss(len(inputs.images.data.names), numbers['train'])
+        LOGGER.info(f'--activation relu, faster than SiLU: {price}; keep leaves SiLU')
     files = [f for images in (scored, chosen.dataset) for f in (*images.im_files, *getattr(images, 'label_files', ()))]
     seconds, trt = seconds_per_image(inputs.model, config.imgsz, device), reads() if target.engine else 0
     return Plan(

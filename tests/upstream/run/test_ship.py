@@ -17,14 +17,17 @@ from helpers.zoo import command, program
 
 from models.deploy.ship import plan as planned
 from models.deploy.ship import results as concluded
+from models.deploy.ship.look import activation_for
 from models.deploy.ship.plan import Step
 from models.deploy.ship.results import ways
 from models.deploy.ship.run import last_run
 from models.deploy.ship.steps import STAMPS, Failed, Runner
 from models.deploy.ship.verdict import Outcome, against_int8
+from models.quantize.run.run import open_inputs
 from utils.qat.benchmark.baseline import Gain
 from utils.qat.config.deploy import InferConfig
 from utils.qat.config.export import OPSETS
+from utils.qat.config.qat import QuantizeConfig
 from utils.qat.config.settings import read
 from utils.qat.config.ship import ShipConfig
 from utils.qat.config.tables import TARGETS
@@ -241,6 +244,31 @@ def test_each_step_is_a_command_that_its_program_takes(engine, trt, tmp_path):
         'strongly typed FP16 where TensorRT has it'
     )
     assert '--half' not in of_int8 and (f'--trt {trt}' in of_int8) == bool(trt)
+
+
+@pytest.mark.parametrize(
+    ('changes', 'device', 'activation'),
+    [
+        ({}, 'cuda', 'relu'),
+        ({}, 'cpu', 'keep'),
+        ({'activation': 'keep'}, 'cuda', 'keep'),
+        ({'epochs': 0}, 'cuda', 'keep'),
+        ({'max_drop': 0.5}, 'cuda', 'keep'),
+        ({'for_': 'openvino'}, 'cuda', 'polynomial'),
+    ],
+)
+def test_relu_is_taken_where_a_gpu_teaches_it_for_little(small, changes, device, activation):
+    config = ShipConfig(
+        **{'weights': small.single, 'data': small.data, 'for_': 'tensorrt', 'epochs': 10, 'imgsz': 64} | changes
+    )
+    asked = {name: getattr(config, name) for name in ('weights', 'data', 'imgsz', 'activation')}
+    inputs = open_inputs(QuantizeConfig(**asked, device='cpu', target=config.for_))
+    assert activation_for(config, inputs, device) == activation
+    many = dict(enumerate(map(str, range(80))))
+    inputs.images.data.names.update(many)
+    assert activation_for(config, inputs, device) == activation.replace('relu', 'keep'), (
+        'with the classes of COCO it costs AP'
+    )
 
 
 # ---- on a model ---------------------------------------------------------------------------------------------------------

@@ -35,7 +35,11 @@ class ShipConfig(FloatConfig):
     epochs: int | None = option(
         None, f'epochs of fine-tuning; default: {EPOCHS} on a GPU, on a CPU 0', allowed=Range(0)
     )
-    activation: str = option(AUTO, 'function in place of SiLU, as in `quantize`', allowed=(AUTO, *ACTIVATIONS))
+    activation: str = option(
+        AUTO,
+        'function in place of SiLU, as in `quantize`. auto: its own; on a GPU ReLU where that is faster and hardly costs AP',
+        allowed=(AUTO, *ACTIVATIONS),
+    )
     overlap: bool = option(False, '')  # not to be typed
     mask_ratio: int = option(1, '')
     resume: bool = run(False, 'go on in PROJECT/NAME, and keep what is finished there')

@@ -43,7 +43,7 @@ class CommandRunner:
         """Skip the present row unless this row, such as 'build plain' or 'trtexec plain', has left an engine."""
         wait(self.builds[row][:1] if row in self.builds else [])
         if not (self.folder / engine_of(*reversed(row.split()))).exists():
-            pytest.skip(f'needs {row}')
+            pytest.skip(f'needs {row}' + '; name it in --only too' * (row not in self.builds))
 
     def need_gpu(self):
         if self.machine['gpu'] is None:

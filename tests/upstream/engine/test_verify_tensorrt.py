@@ -69,9 +69,10 @@ def test_it_goes_on_after_a_crash(small, tmp_path):
 
 @RTX
 def test_a_classifier_has_its_own_size_and_images(small, tmp_path):
-    words = *classifier(tmp_path), '--backend', 'rtx', '--only', 'build classify', 'outputs classify'
+    words = *classifier(tmp_path), '--backend', 'rtx', '--only', 'build classify', 'outputs classify', 'outputs plain'
     found, _ = verify(small, tmp_path, *words, **ON_CPU)
     assert found['build classify'][0] == 'pass' and found['outputs classify'][0] == 'skip'
+    assert found['outputs plain'] == ('skip', 'needs build plain; name it in --only too')
     side = classifiers.SIZE
     assert json.loads((tmp_path / 'v' / 'classify.engine.json').read_text())['inputs'] == {
         'images': dict(zip(('min', 'opt', 'max'), ([batch, 3, side, side] for batch in (1, 4, 8))))

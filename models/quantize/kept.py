@@ -131,7 +131,7 @@ def within_budget(
                 'images (val in --data)'
             )
         lost[n] = points_lost(change)
-        LOGGER.info(f'{in_words(change)}; at most {budget:g} points may be lost')
+        LOGGER.info(f'{in_words(change, "the score")}; at most {budget:g} points may be lost')
         if lost[n] <= budget:
             kept.clear()  # the results with more units
             kept[n] = of_n, result

@@ -23,7 +23,7 @@ from utils.qat.core.run_folder import DELIVERED
 from utils.qat.core.text import in_words
 from utils.qat.core.upstream import Network
 from utils.qat.data.loaders import Images, TrainingImages
-from utils.qat.evaluation.interval import points_lost
+from utils.qat.evaluation.interval import boxes_and_masks
 from utils.qat.run.state import ADAPTED, BEST, EPOCH, PTQ, Calibration, Stage, unfit_state
 
 
@@ -96,8 +96,8 @@ def adapted(run: Run, plan: QuantizeConfig, work: Work) -> Network:
             LOGGER.info(f'{what} {epoch.number}: loss {loss:.4f}{time_left}')
             run.report()
             if left and not plan.sensitive and plan.max_drop is not None and is_exchanged(student):
-                lost = points_lost(change_by(run, finish_exchange(deepcopy(student)).eval()))
-                if lost <= plan.max_drop:
+                change = change_by(run, finish_exchange(deepcopy(student)).eval())
+                if all(-100 * part['difference'] <= plan.max_drop for part in boxes_and_masks(change)):
                     LOGGER.info(f'--max-drop {plan.max_drop:g}: kept, so {left} epochs are left out')
                     break
     stage = keep_model(run, finish_exchange(student).eval(), f'float_{activation}', ADAPTED, plan.eval_ptq)

@@ -135,7 +135,7 @@ def files_of_different_sizes(bench):
     return f'qat.py eval --device cpu --workers 0 --weights {model.with_suffix(".onnx")} {bench.small.quantized} --data {bench.data()}'
 
 
-@case(0, '12 images as padded rectangles of up to 128 x 128')
+@case(0, '12 images as rectangles of up to 128 x 128 and padding')
 def a_float_file_with_a_quantized_baseline(bench):
     files = f'--weights {bench.small.single} --baseline {bench.small.quantized}'
     return f'qat.py eval --device cpu --workers 0 {files} --data {bench.small.data}'

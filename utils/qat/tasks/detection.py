@@ -71,7 +71,7 @@ class Detection(Task):
     def seen_as(self, imgsz: Sequence[int], square: bool) -> str:
         height, width = imgsz
         if height == width and not square:
-            return f'as padded rectangles of up to {height} x {width}'
+            return f'as rectangles of up to {height} x {width} and padding'
         return f'as {"squares" if height == width else "rectangles"} of {height} x {width}'
 
     def prepare(self, model: Network) -> None:

@@ -36,8 +36,10 @@ def announce(run: Run, plan: QuantizeConfig, work: Work) -> None:
     """Say what a learnt activation function will cost, and on a CPU how long the epochs that are left will take."""
     state = run.state
     if work.adaptation and not state.adapted:
-        price = expected_loss(len(run.data.names), state.images['train'])
-        LOGGER.info(f'--activation {plan.activation}: the model learns it; {price}')
+        said = f'--activation {plan.activation}: the model learns it'
+        if run.task.boxes:  # classifiers of many classes were not measured
+            said += f'; {expected_loss(len(run.data.names), state.images["train"])}'
+        LOGGER.info(said)
     if run.device.type == 'cuda':
         return
     ahead = [

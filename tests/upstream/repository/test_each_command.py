@@ -277,9 +277,9 @@ class Finder:
             os._exit(0)
 sys.meta_path.insert(0, Finder)
 """
-NEITHER = *LIGHT, 'demo/make_data.py', 'examples/infer_engine.py'  # loads torch or ONNX Runtime
+NEITHER = *LIGHT, 'demo/make_data.py', 'examples/infer_engine.py', 'benchmarks/fod.py'  # loads torch or ONNX Runtime
 LATER = 'scripts/verify_tensorrt.py', 'scripts/build_engine.py'  # in other processes; when an engine is built
-BENCHMARKS = sorted(f.relative_to(REPO).as_posix() for f in (REPO / 'benchmarks').glob('*.py'))
+BENCHMARKS = sorted({f.relative_to(REPO).as_posix() for f in (REPO / 'benchmarks').glob('*.py')} - {*NEITHER})
 LOADING = [line for line in LINES if line.split()[0] not in (*NEITHER, *LATER)]
 
 

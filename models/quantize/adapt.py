@@ -13,7 +13,7 @@ EXCHANGED_AT = 0.3  # share of the steps after which only the new functions are 
 # What ReLUs cost before labels fine-tune the model, docs/activations.md: classes of the data → points of AP, least and most.
 # How many images there were, 200 to 24,860 of one data set, made less of a difference than chance
 LOST = {31: (0.0, 0.6), 80: (5.7, 6.5)}
-FEWEST = 160  # images that were learnt from
+FEWEST = {'images': 160, 'steps': 2000}  # that were measured
 
 
 def most_lost(classes: int) -> float:
@@ -21,12 +21,13 @@ def most_lost(classes: int) -> float:
     return next((high for known, (_, high) in LOST.items() if classes <= known), float('inf'))
 
 
-def expected_loss(classes: int, images: int) -> str:
-    """Say what ReLUs will cost a model of so many classes, that learns them from so many images."""
+def expected_loss(classes: int, images: int, steps: int) -> str:
+    """Say what ReLUs will cost a model of so many classes, that learns them from so many images in so many steps."""
     least = max((low for known, (low, _) in LOST.items() if known <= classes), default=0)
     most = most_lost(classes)
     points = f'{least:g} to {most:g} points of AP' if most < float('inf') else f'{least:g} points of AP or more'
-    fewer = f', or more, because fewer than {FEWEST} images are less than were measured' * (images < FEWEST)
+    few = [f'{n} {what}' for what, n in (('images', images), ('steps', steps)) if n < FEWEST[what]]
+    fewer = f', or more, because {" and ".join(few)} are fewer than were measured' * bool(few)
     return f'with {classes} classes and {images} images expect to lose {points}{fewer}, before labels win some back in --epochs'
 
 

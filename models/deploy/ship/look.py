@@ -69,7 +69,8 @@ def look(config: ShipConfig) -> Plan:
         f'{target.title} on {where}{guessed}, PyTorch on {describe(device)}'
     )
     if config.activation == 'relu' and 'activation' in config.decided:
-        price = expected_loss(len(inputs.images.data.names), numbers['train'])
+        steps = QuantizeConfig.activation_epochs * QuantizeConfig.iters
+        price = expected_loss(len(inputs.images.data.names), numbers['train'], steps)
         LOGGER.info(f'--activation relu, faster than SiLU: {price}; keep leaves SiLU')
     files = [f for images in (scored, chosen.dataset) for f in (*images.im_files, *getattr(images, 'label_files', ()))]
     seconds, trt = seconds_per_image(inputs.model, config.imgsz, device), reads() if target.engine else 0

@@ -38,7 +38,8 @@ def announce(run: Run, plan: QuantizeConfig, work: Work) -> None:
     if work.adaptation and not state.adapted:
         said = f'--activation {plan.activation}: the model learns it'
         if run.task.boxes:  # classifiers of many classes were not measured
-            said += f'; {expected_loss(len(run.data.names), state.images["train"])}'
+            steps = plan.activation_epochs * min(plan.iters, len(work.adaptation))
+            said += f'; {expected_loss(len(run.data.names), state.images["train"], steps)}'
         LOGGER.info(said)
     if run.device.type == 'cuda':
         return

@@ -23,7 +23,7 @@ from utils.qat.core.run_folder import DELIVERED
 from utils.qat.core.text import in_words
 from utils.qat.core.upstream import Network
 from utils.qat.data.loaders import Images, TrainingImages
-from utils.qat.evaluation.interval import boxes_and_masks
+from utils.qat.evaluation.interval import Change, boxes_and_masks
 from utils.qat.run.state import ADAPTED, BEST, EPOCH, PTQ, Calibration, Stage, unfit_state
 
 
@@ -70,6 +70,7 @@ def adapted(run: Run, plan: QuantizeConfig, work: Work) -> Network:
     is kept.
     """
     kept, state, activation = work.float_functions, run.state, plan.activation
+    budget = None if plan.sensitive else plan.max_drop
     if state.adapted:
         return run.load(state.adapted.file)
     student = exchanged(run.model, activation, kept.exchanged)
@@ -95,15 +96,27 @@ def adapted(run: Run, plan: QuantizeConfig, work: Work) -> Network:
             time_left = f'; {left} more take about {in_words(left * epoch.seconds)}' * bool(left)
             LOGGER.info(f'{what} {epoch.number}: loss {loss:.4f}{time_left}')
             run.report()
-            if left and not plan.sensitive and plan.max_drop is not None and is_exchanged(student):
-                change = change_by(run, finish_exchange(deepcopy(student)).eval())
-                if all(-100 * part['difference'] <= plan.max_drop for part in boxes_and_masks(change)):
-                    LOGGER.info(f'--max-drop {plan.max_drop:g}: kept, so {left} epochs are left out')
-                    break
+            if (
+                left
+                and budget is not None
+                and is_exchanged(student)
+                and keeps(change_by(run, finish_exchange(deepcopy(student)).eval()), budget)
+            ):
+                LOGGER.info(f'--max-drop {budget:g}: kept, so {left} epochs are left out')
+                break
     stage = keep_model(run, finish_exchange(student).eval(), f'float_{activation}', ADAPTED, plan.eval_ptq)
+    if budget is not None and stage.against_float and not keeps(stage.against_float, budget):
+        LOGGER.warning(
+            f'--max-drop {budget:g}: not kept; give more --activation-epochs, or let some layers keep SiLU: docs/activations.md'
+        )
     stage.loss, state.adapted, state.training = loss, stage, None
     run.keep()
     return run.load(stage.file)
+
+
+def keeps(change: Change, budget: float) -> bool:
+    """Tell whether a change loses at most `budget` points of AP, of boxes and of masks."""
+    return all(-100 * part['difference'] <= budget for part in boxes_and_masks(change))
 
 
 def calibrate(run: Run, reference: Network, images: Images, plan: QuantizeConfig, kept: Kept) -> None:

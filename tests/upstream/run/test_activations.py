@@ -305,18 +305,19 @@ def run(small, tmp_path_factory):
 
 
 @pytest.mark.parametrize(
-    ('classes', 'images', 'expected'),
+    ('classes', 'images', 'steps', 'expected'),
     [
-        (3, 292, '0 to 0.6 points of AP,'),
-        (31, 200, '0 to 0.6 points'),
-        (32, 160, '0 to 6.5 points'),
-        (80, 1000, '5.7 to 6.5 points'),
-        (81, 1000, '5.7 points of AP or more'),
-        (3, 159, '0.6 points of AP, or more, because fewer than 160 images'),
+        (3, 292, 4000, '0 to 0.6 points of AP,'),
+        (31, 200, 2000, '0 to 0.6 points of AP,'),
+        (32, 160, 4000, '0 to 6.5 points'),
+        (80, 1000, 4000, '5.7 to 6.5 points'),
+        (81, 1000, 4000, '5.7 points of AP or more'),
+        (3, 159, 4000, '0.6 points of AP, or more, because 159 images are fewer'),
+        (3, 159, 200, '0.6 points of AP, or more, because 159 images and 200 steps are fewer'),
     ],
 )
-def test_the_price_is_that_of_data_with_as_many_classes(classes, images, expected):
-    said = expected_loss(classes, images)
+def test_the_price_is_that_of_data_with_as_many_classes(classes, images, steps, expected):
+    said = expected_loss(classes, images, steps)
     assert f'with {classes} classes and {images} images expect to lose' in said and expected in said
 
 

@@ -15,7 +15,7 @@ from matplotlib.figure import Figure
 
 FOLDER = Path(__file__).resolve().parent / 'measured'
 CHANCE = 0.7  # points, of a difference on the images of frontier.csv
-STAGES = {  # of fod.csv
+STAGES = {  # model in fod.csv → its title, its colour, and how far its points stand aside, so that no interval hides another
     'float, exchanged': ('float with ReLU', '0.5', 0.94),
     'INT8, calibrated': ('INT8, calibrated', 'tab:orange', 1.0),
     'INT8, epoch 10': ('INT8, fine-tuned on labels', 'tab:blue', 1.06),

@@ -10,10 +10,10 @@ from utils.qat.data.loaders import Images
 
 RATE = 1e-3  # the highest learning rate
 EXCHANGED_AT = 0.3  # share of the steps after which only the new functions are left
-# What ReLUs cost before labels fine-tune the model, docs/activations.md: classes of the data → points of AP, least and most.
-# How many images there were, 200 to 24,860 of one data set, made less of a difference than chance
+# ReLUs cost a detector so many points of AP, least and most, before fine-tuning on labels: number of classes → points; measured in
+# docs/activations.md. The number of images, 200 to 24,860 of one data set, changed AP by less than the confidence interval
 LOST = {31: (0.0, 0.6), 80: (5.7, 6.5)}
-FEWEST = {'images': 160, 'steps': 2000}  # that were measured
+FEWEST = {'images': 160, 'steps': 2000}  # the measurements had at least so many
 
 
 def most_lost(classes: int) -> float:

@@ -38,10 +38,10 @@ def engine_for(wanted: str | None, device: torch.device) -> tuple[str, str]:
     raise QatError(f'--for {wanted or "(none given)"}: {"; ".join(reasons)}')
 
 
-def activation_for(config: ShipConfig, inputs: Inputs, device: str) -> str:
+def choose_activation(config: ShipConfig, inputs: Inputs, device: str) -> str:
     """Choose the activation function: that of `quantize`, or where it leaves SiLU ReLU, if a GPU and labels teach it for less than --max-drop."""
     chosen, images, task = inputs.config.activation, inputs.images.data, inputs.task
-    learnt = config.activation == AUTO and chosen == 'keep' and 'relu' in TARGETS[config.for_ or ''].gains_by
+    learnt = config.activation == AUTO and chosen == 'keep' and 'relu' in inputs.config.made_for.gains_by
     teaches = device == 'cuda' and bool(config.epochs) and images.labelled and task.boxes and not task.masks
     affordable = most_lost(len(images.names)) <= config.max_drop
     return 'relu' if learnt and teaches and affordable and exchangeable(inputs.model, 'relu') else chosen
@@ -59,7 +59,7 @@ def look(config: ShipConfig) -> Plan:
     asked |= {'epochs': config.epochs, 'activation': config.activation, 'eval_origin': False, 'eval_ptq': False}
     inputs = open_inputs(QuantizeConfig(**asked, target=engine))
     work = open_work(inputs)
-    config = config.decide(imgsz=inputs.config.imgsz, activation=activation_for(config, inputs, device.type))
+    config = config.decide(imgsz=inputs.config.imgsz, activation=choose_activation(config, inputs, device.type))
     assert work.calibration  # it is a new run
     scored, chosen = inputs.images.scored(square=True).dataset, work.calibration.loader.dataset
     numbers = {'val': len(scored), 'calibration': len(chosen), 'train': len(chosen.dataset)}

@@ -80,10 +80,12 @@ class Plan:
         """Return options, and those that tell how images are read."""
         return [*flags(**given), *self.typed('imgsz', 'names_from', 'device', 'batch_size', 'workers')]
 
-    def step(self, name: str, title: str, result: str, seconds: float, file: str, *words: object) -> Step:
+    def step(
+        self, name: str, title: str, result: str, seconds: float, file: str, *words: object, needed: bool = True
+    ) -> Step:
         """Make a step that works in the folder `name`: a command, with its words. seconds: without those of its start."""
         line = command(file, *words, *flags(project=self.folder, name=name, exist_ok=True))
-        return Step(name, title, self.folder / name / result, LOADING + seconds, line)
+        return Step(name, title, self.folder / name / result, LOADING + seconds, line, needed=needed)
 
     def verb(self, verb: str, taught: Path | None = None) -> list[object]:
         """Return the first words of a verb of qat.py on the float model, or on the one that was `taught`."""
@@ -146,12 +148,11 @@ class Plan:
         words = [config.weights, checkpoint, file, *self.images(data=config.data, images=0, show=SHOWN)]
         name, title = f'{run}-outputs', 'AP and outputs of the files'
         seconds = COMPARED * numbers['val'] * self.seconds + DRAWN
-        step = self.step(name, title, 'compare.json', seconds, 'compare_outputs.py', *words)
-        yield step._replace(needed=False)
+        yield self.step(name, title, 'compare.json', seconds, 'compare_outputs.py', *words, needed=False)
         how = flags(backend=self.shown.name, device=self.engine_device, batch=config.batch, duration=DURATION)
         words = [self.float_file, file, *how]
-        step = self.step(f'{run}-speed', 'speed', 'benchmark.json', 6 * DURATION, 'benchmark_trt.py', *words)
-        yield step._replace(needed=False)
+        name, seconds = f'{run}-speed', 6 * DURATION
+        yield self.step(name, 'speed', 'benchmark.json', seconds, 'benchmark_trt.py', *words, needed=False)
 
     def sensitive(self, taught: Path | None = None) -> Step:
         """Return the step that measures what the INT8 of each block costs, for --max-drop."""

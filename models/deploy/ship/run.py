@@ -43,7 +43,8 @@ def work(plan: Plan, runner: Runner) -> None:
 
     def results_of(plan: Plan, run: str) -> Results:
         results = Results(plan, run)
-        disturbed.update({runner.done[-1].command: results.disturbance} if results.disturbance else {})
+        if results.disturbance:
+            disturbed[runner.done[-1].command] = results.disturbance
         return results
 
     def quantized(plan: Plan, run: str, *before: Step, **how: Any) -> Results:

@@ -17,7 +17,7 @@ from helpers.zoo import command, program
 
 from models.deploy.ship import plan as planned
 from models.deploy.ship import results as concluded
-from models.deploy.ship.look import activation_for
+from models.deploy.ship.look import choose_activation
 from models.deploy.ship.plan import Step
 from models.deploy.ship.results import ways
 from models.deploy.ship.run import last_run
@@ -263,10 +263,10 @@ def test_relu_is_taken_where_a_gpu_teaches_it_for_little(small, changes, device,
     )
     asked = {name: getattr(config, name) for name in ('weights', 'data', 'imgsz', 'activation')}
     inputs = open_inputs(QuantizeConfig(**asked, device='cpu', target=config.for_))
-    assert activation_for(config, inputs, device) == activation
+    assert choose_activation(config, inputs, device) == activation
     many = dict(enumerate(map(str, range(80))))
     inputs.images.data.names.update(many)
-    assert activation_for(config, inputs, device) == activation.replace('relu', 'keep'), (
+    assert choose_activation(config, inputs, device) == activation.replace('relu', 'keep'), (
         'with the classes of COCO it costs AP'
     )
 

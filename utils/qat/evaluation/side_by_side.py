@@ -180,9 +180,9 @@ def example_table(example: Example, models: Sequence[str]) -> str:
         whole = line.reference or next(filter(None, line.others))
         row: list[object] = [line.reference.rank if line.reference else '-', escaped(whole.name), score(line.reference)]
         for match, mark in zip(line.others, line.marks):
-            change = (
-                f'{round(match.score - line.reference.score, 4) + 0.0:+.4f}' if match and line.reference else '-'
-            )  # no -0
+            change = '-'
+            if match and line.reference:
+                change = f'{round(match.score - line.reference.score, 4) + 0.0:+.4f}'  # + 0.0: no -0.0000
             said = f'{mark}: {match.name}' if match and mark == CLASS else mark
             if match and line.reference and match.rank != line.reference.rank:
                 said += f', rank {match.rank}'

@@ -23,7 +23,7 @@ from utils.qat.core.text import pixels
 from utils.qat.vendors.load import measured_by
 from utils.qat.vendors.tensorrt.engine.api import reads
 
-GUESSES = 'tensorrt', 'openvino', 'onnxruntime'  # the first that runs here
+GUESSES = 'tensorrt', 'openvino', 'onnxruntime'  # the first that runs here without fault
 
 
 def engine_for(wanted: str | None, device: torch.device) -> tuple[str, str]:
@@ -32,7 +32,11 @@ def engine_for(wanted: str | None, device: torch.device) -> tuple[str, str]:
     for name in [wanted] if wanted else GUESSES:
         measured = measured_by(name)
         where = device if device.type in measured.runs_on else torch.device('cpu')
-        if not (why := measured.missing(name, where)):
+        why = measured.missing(name, where)
+        if not why and (fault := measured.int8_fault()):
+            LOGGER.warning(fault)
+            why = '' if wanted else fault
+        if not why:
             return name, str(where.index if where.type == 'cuda' else where)
         reasons.append(why)
     raise QatError(f'--for {wanted or "(none given)"}: {"; ".join(reasons)}')

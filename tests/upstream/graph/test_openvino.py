@@ -155,6 +155,15 @@ def test_an_export_is_compared_unless_sums_overflow(small, tmp_path, allowed):
     assert (tmp_path / 'model.xml').is_file()
 
 
+@pytest.mark.skipif(platform.machine() not in ('x86_64', 'AMD64'), reason='instruction sets of x86')
+def test_ship_takes_openvino_by_itself_only_where_sums_fit():
+    """Where they overflow the next engine is taken; who names OpenVINO gets it, with a warning."""
+    code = 'import torch; from models.deploy.ship.look import engine_for as e; print(*(e(name, torch.device("cpu"))[0] for name in (None, "openvino")))'
+    said = fresh('-c', code, env={**os.environ, 'ONEDNN_MAX_CPU_ISA': 'AVX2'})
+    assert said.count(OVERFLOW) == 2
+    assert said.splitlines()[-1] == 'onnxruntime openvino'
+
+
 def test_batches_and_order_do_not_matter(exports):
     model, floating = (open_file(exports / f'{name}.onnx', CPU, 'openvino') for name in ('int8', 'float'))
     images = image(SIDE, batch=16)

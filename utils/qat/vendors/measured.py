@@ -181,6 +181,11 @@ class Measured:
         return ''
 
     @staticmethod
+    def int8_fault() -> str:
+        """Return why INT8 costs AP on this machine, whatever the model; '' if it does not."""
+        return ''
+
+    @staticmethod
     def require(backend: str, title: str) -> None:
         """Raise QatError if the library of `backend` is missing. title: begins the message."""
 

@@ -185,6 +185,11 @@ class MeasuredOpenVINO(Measured):
 
     @staticmethod
     @override
+    def int8_fault() -> str:
+        return OVERFLOW if int8_overflows() else ''
+
+    @staticmethod
+    @override
     def require(backend: str, title: str) -> None:
         load_openvino(title)
 

@@ -500,6 +500,17 @@ def test_labels_are_read_once_by_us_and_by_upstream(bench, monkeypatch):
     assert not (bench.folder / 'labels/val.cache').is_symlink()
 
 
+def test_two_processes_may_read_the_same_labels_at_once(bench):
+    """Upstream writes under one name in all processes; what another has begun there stays untouched."""
+    score = f'eval {QAT} --weights {bench.model()} --data {bench.data()} --project {bench.folder}/runs'.split()
+    begun, cache = (bench.folder / f'labels/val.cache{end}' for end in ('.npy', ''))
+    cache.unlink(missing_ok=True)
+    begun.write_bytes(b'begun')
+    command('qat.py', *score)
+    assert begun.read_bytes() == b'begun' and len(LoadImagesAndLabels(str(bench.folder / 'images/val'))) == 12
+    assert {path.name for path in cache.parent.glob('*val*')} == {'val', begun.name, cache.name}
+
+
 def test_the_report_of_an_interrupted_run_says_how_to_go_on(bench):
     run = f'--project {bench.folder} --iters 1 --epochs 2 --target openvino --calib-images 4 --calib-method max'
     words = f'quantize {QAT} {run} --weights {bench.model()} --data {bench.data()}'.split()

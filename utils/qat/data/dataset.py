@@ -212,8 +212,16 @@ class Readable:
             self.albumentations = Albumentations(size=self.img_size)
 
     def cache_labels(self, path: Path, prefix: str = '') -> dict:
-        """Read the labels, and write their cache where the link `path` leads: upstream would replace the link."""
-        return super().cache_labels(path.readlink(), prefix)  # type: ignore[misc]  # upstream's dataset has it
+        """Read the labels, and write their cache where the link `path` leads: upstream would replace the link.
+
+        It is written under a name of this process first, because another one may read the same labels at the same time.
+        """
+        cache = path.readlink()
+        own = cache.with_name(f'.{cache.stem}.{os.getpid()}.tmp.cache')
+        found = super().cache_labels(own, prefix)  # type: ignore[misc]  # upstream's dataset has it
+        with contextlib.suppress(FileNotFoundError):  # upstream warns where it cannot write
+            own.replace(cache)
+        return found
 
     def load_image(self, i: int) -> tuple:
         """Load image `i`, resized to fit, or raise a QatError that names it."""

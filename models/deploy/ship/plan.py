@@ -7,16 +7,19 @@ from typing import NamedTuple
 
 from models.quantize.calibration.ptq import COMPARED as COMPARED_ON
 from models.quantize.run.duration import CALIBRATED, CHOSEN, LEARNT, SCORED
+from utils.qat.config.deploy import BenchmarkConfig, CompareConfig
 from utils.qat.config.qat import LEARNT as TO_LEARN
-from utils.qat.config.qat import QuantizeConfig
-from utils.qat.config.settings import command_words, flag_of
+from utils.qat.config.qat import EvalConfig, QuantizeConfig, SensitiveConfig
+from utils.qat.config.settings import Settings, command_words
 from utils.qat.config.ship import ShipConfig
 from utils.qat.config.tables import FORMATS, TARGETS
 from utils.qat.config.tasks import Task
-from utils.qat.core.command import command
+from utils.qat.core.command import command, export_command
 from utils.qat.core.run_folder import DELIVERED
 from utils.qat.vendors.vendor import Target
 
+FLOAT = 'float'  # the name of the steps of the float model
+READ = 'data', 'imgsz', 'names_from', 'device', 'batch_size', 'workers'  # settings that tell how images are read
 SHOWN = 10  # images side by side
 DURATION = 3  # seconds of a measurement
 # Expected times. In passes of the float model, as in duration.py: a comparison, and `sensitive`
@@ -30,17 +33,10 @@ class Step(NamedTuple):
 
     name: str
     title: str
-    result: Path  # is there when the command has ended well
+    files: tuple[Path, ...]  # are there when the command has ended well; the first is its result
     seconds: float  # expected
     command: str
-    beside: tuple[Path, ...] = ()  # further files that later steps need
     needed: bool = True  # whether later steps hang on it
-
-
-def flags(**values: object) -> list[object]:
-    """Return options as words: a list as several words, True as a flag alone, False as none."""
-    several = {k: v if isinstance(v, list) else [v] * (v is not True) for k, v in values.items() if v is not False}
-    return [word for name, words in several.items() for word in (flag_of(name), *words)]
 
 
 @dataclass(frozen=True)
@@ -72,58 +68,45 @@ class Plan:
         learnt = LEARNT * min(QuantizeConfig.iters * self.config.batch_size, self.numbers['train'])
         return self.seconds * (learnt + SCORED * self.numbers['val'])
 
-    def typed(self, *names: str) -> list[str]:
-        """Return the words of settings that are not the defaults."""
-        return command_words({name: getattr(self.config, name) for name in names}, ShipConfig)
-
-    def images(self, **given: object) -> list[object]:
-        """Return options, and those that tell how images are read."""
-        return [*flags(**given), *self.typed('imgsz', 'names_from', 'device', 'batch_size', 'workers')]
+    def words(self, kind: type[Settings], *names: str, **own: object) -> list[object]:
+        """Return the words of a command with settings of this `kind`: those with `names` are those of ship."""
+        return [*command_words({**{name: getattr(self.config, name) for name in names}, **own}, kind)]
 
     def step(
-        self, name: str, title: str, result: str, seconds: float, file: str, *words: object, needed: bool = True
+        self, name: str, title: str, files: str, seconds: float, program: str, *words: object, needed: bool = True
     ) -> Step:
-        """Make a step that works in the folder `name`: a command, with its words. seconds: without those of its start."""
-        line = command(file, *words, *flags(project=self.folder, name=name, exist_ok=True))
-        return Step(name, title, self.folder / name / result, LOADING + seconds, line, needed=needed)
+        """Make a step that works in the folder `name`, where it leaves `files`. seconds: without those of its start."""
+        line = command(program, *words, '--project', self.folder, '--name', name, '--exist-ok')
+        left = tuple(self.folder / name / file for file in files.split())
+        return Step(name, title, left, LOADING + seconds, line, needed)
 
-    def verb(self, verb: str, taught: Path | None = None) -> list[object]:
-        """Return the first words of a verb of qat.py on the float model, or on the one that was `taught`."""
-        return [verb, *self.images(weights=taught or self.config.weights, data=self.config.data)]
-
-    def deployed(self, checkpoint: Path, target: Target) -> Path:
-        """Return the file that an engine runs, of a checkpoint in its folder."""
+    def file(self, run: str) -> Path:
+        """Return the file that the engine runs: of a run of `quantize` the INT8 file, of FLOAT the float one."""
+        target, made = (self.shown, self.config.weights.name) if run == FLOAT else (self.target, DELIVERED)
+        checkpoint = self.folder / run / made
         return checkpoint.with_name(f'{checkpoint.stem}{target.engine or FORMATS[target.include].suffix}')
-
-    @property
-    def float_file(self) -> Path:
-        """The float file that the engine runs."""
-        return self.deployed(self.folder / 'float' / self.config.weights.name, self.shown)
-
-    def int8_file(self, run: str) -> Path:
-        """Return the INT8 file of a run of `quantize` that the engine runs."""
-        return self.deployed(self.folder / run / DELIVERED, self.target)
 
     def first(self) -> Iterator[Step]:
         """Yield the steps of the float model."""
         seconds = SCORED * self.numbers['val'] * self.seconds
-        yield self.step('float', 'float model', 'metrics.json', seconds, 'qat.py', *self.verb('eval'), '--square')
-        yield from self.files('float', self.config.weights, self.float_file)
+        words = self.words(EvalConfig, 'weights', *READ, square=True)
+        yield self.step(FLOAT, 'float model', 'metrics.json', seconds, 'qat.py', 'eval', *words)
+        yield from self.exported(FLOAT, self.config.weights)
 
-    def files(self, name: str, checkpoint: Path, made: Path) -> Iterator[Step]:
-        """Yield the steps from a checkpoint to the file of the engine."""
-        is_float, batch = name == 'float', self.config.batch
+    def exported(self, run: str, checkpoint: Path) -> Iterator[Step]:
+        """Yield the steps from the checkpoint of a run to the file that the engine runs."""
+        is_float, batch, made = run == FLOAT, self.config.batch, self.file(run)
         target, kind = (self.shown, 'float') if is_float else (self.target, 'INT8')
-        words = [*flags(weights=checkpoint, include=target.include), *self.typed('imgsz')]
-        words += ['--dynamic', '--simplify'] if target.include == 'onnx' else flags(batch_size=batch)
         half = is_float and self.trt >= 10  # strongly typed: built in half the time, and as fast
-        words += flags(trt=11 if half else self.trt or False, half=half, project=is_float and made.parent)
+        words: list[object] = ['--trt', 11 if half else self.trt] * bool(self.trt) + ['--half'] * half
+        words += ['--batch-size', batch] * (target.include != 'onnx') + ['--project', made.parent] * is_float
+        line = export_command(checkpoint, self.config.imgsz, target.include, *words)
         file = made.with_name(f'{checkpoint.stem}{FORMATS[target.include].suffix}')
-        line, weights = command('export_qat.py', *words), (file.with_suffix('.bin'),) * (file.suffix == '.xml')
-        yield Step(f'{name}-export', f'export, {kind}', file, LOADING + EXPORTED, line, weights)
+        files = file, *[file.with_suffix('.bin')] * (file.suffix == '.xml')
+        yield Step(f'{run}-export', f'export, {kind}', files, LOADING + EXPORTED, line)
         if target.engine:
-            line = command('scripts/build_engine.py', file, *flags(batch=batch, no_trtexec=True))  # by what runs it
-            yield Step(f'{name}-engine', f'engine, {kind}', made, LOADING + BUILT, line)
+            line = command('scripts/build_engine.py', file, '--batch', batch, '--no-trtexec')  # by what runs it
+            yield Step(f'{run}-engine', f'engine, {kind}', (made,), LOADING + BUILT, line)
 
     def quantized(self, run: str, taught: Path | None = None, **options: object) -> Iterator[Step]:
         """Yield the steps from the float model to an INT8 file, its AP and its speed.
@@ -137,26 +120,25 @@ class Plan:
         if config.activation in TO_LEARN and not taught:
             passes += LEARNT * QuantizeConfig.activation_epochs * QuantizeConfig.iters * config.batch_size
         seconds = (TRIALS if options else 1) * (passes * self.seconds + RANGES) + epochs * self.epoch
-        activation = 'keep' if taught else config.activation
-        own = flags(target=self.target.name, epochs=epochs, activation=activation, **options)
-        own += [*flags(no_eval_origin=idle, no_eval_ptq=idle), *self.typed('calib_images')]
+        own = {'target': self.target.name, 'eval_origin': not idle, 'eval_ptq': not idle, **options}
+        own |= {'weights': taught, 'activation': 'keep'} if taught else {'weights': config.weights}
+        words = self.words(QuantizeConfig, *READ, 'calib_images', 'epochs', 'activation', **own)
         title = 'calibration' + ' and fine-tuning' * bool(epochs)
-        checkpoint, file = self.folder / run / DELIVERED, self.int8_file(run)
-        step = self.step(run, title, 'report.json', seconds, 'qat.py', *self.verb('quantize', taught), *own)
-        yield step._replace(beside=(checkpoint,))
-        yield from self.files(run, checkpoint, file)
-        words = [config.weights, checkpoint, file, *self.images(data=config.data, images=0, show=SHOWN)]
-        name, title = f'{run}-outputs', 'AP and outputs of the files'
-        seconds = COMPARED * numbers['val'] * self.seconds + DRAWN
-        yield self.step(name, title, 'compare.json', seconds, 'compare_outputs.py', *words, needed=False)
-        how = flags(backend=self.shown.name, device=self.engine_device, batch=config.batch, duration=DURATION)
-        words = [self.float_file, file, *how]
+        yield self.step(run, title, f'report.json {DELIVERED}', seconds, 'qat.py', 'quantize', *words)
+        checkpoint, file = self.folder / run / DELIVERED, self.file(run)
+        yield from self.exported(run, checkpoint)
+        name, title, seconds = f'{run}-outputs', 'AP and outputs of the files', COMPARED * numbers['val'] * self.seconds
+        words = [config.weights, checkpoint, file, *self.words(CompareConfig, *READ, images=0, show=SHOWN)]
+        yield self.step(name, title, 'compare.json', seconds + DRAWN, 'compare_outputs.py', *words, needed=False)
+        how = {'backend': self.shown.name, 'device': self.engine_device, 'duration': DURATION}
+        words = [self.file(FLOAT), file, *self.words(BenchmarkConfig, 'batch', **how)]
         name, seconds = f'{run}-speed', 6 * DURATION
         yield self.step(name, 'speed', 'benchmark.json', seconds, 'benchmark_trt.py', *words, needed=False)
 
     def sensitive(self, taught: Path | None = None) -> Step:
         """Return the step that measures what the INT8 of each block costs, for --max-drop."""
         passes = CALIBRATED * self.numbers['calibration'] + OF_UNITS * min(100, self.numbers['val'])
-        words = *self.verb('sensitive', taught), *flags(target=self.target.name), *self.typed('calib_images')
+        own = {'weights': taught or self.config.weights, 'target': self.target.name}
+        words = 'sensitive', *self.words(SensitiveConfig, *READ, 'calib_images', **own)
         file = 'summary-sensitive-analysis.json'
         return self.step('sensitive', 'what each block costs', file, passes * self.seconds, 'qat.py', *words)

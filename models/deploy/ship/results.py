@@ -1,18 +1,19 @@
 """`conclude` reads the files that the steps of ship have left, and writes ship.json and the page."""
 
 import shlex
-from collections.abc import Mapping
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import yaml
 
-from models.deploy.ship.plan import Plan
+from models.deploy.ship.plan import FLOAT, Plan
 from models.deploy.ship.steps import Runner
 from models.deploy.ship.verdict import Outcome, against_int8, sentence, would_change
 from utils.qat.benchmark.baseline import int8_gains
 from utils.qat.benchmark.report import disturbance
 from utils.qat.benchmark.tables import Column, figures_table, with_shown
+from utils.qat.config.qat import EvalConfig
 from utils.qat.core.command import command
 from utils.qat.core.errors import QatError
 from utils.qat.core.files import write_json
@@ -94,7 +95,9 @@ def ways(plan: Plan, file: Path, checkpoint: Path) -> dict[str, str]:
     """Tell how to run the file: program → command, or lines of its configuration."""
     task, (height, width) = plan.task, plan.config.imgsz
     told = {
-        'Its AP again': command('val_trt.py', '--weights', file, '--data', plan.config.data, *plan.typed('names_from'))
+        'Its AP again': command(
+            'val_trt.py', '--weights', file, '--data', plan.config.data, *plan.words(EvalConfig, 'names_from')
+        )
     }
     if task.boxes:
         facts = {'file': file, 'checkpoint': checkpoint, 'height': height, 'width': width}
@@ -111,20 +114,22 @@ def ways(plan: Plan, file: Path, checkpoint: Path) -> dict[str, str]:
     return told
 
 
-def conclude(results: Results, runner: Runner, tried: list[str], disturbed: Mapping[str, str]) -> None:
-    """Write ship.json and the page, and say the verdict.
+def conclude(runs: Sequence[Results], runner: Runner, tried: list[str]) -> None:
+    """Write ship.json and the page, and say the verdict on the last of the runs; --resume measures the disturbed ones again.
 
-    tried: what else was measured, in words. disturbed: command of a measurement → what disturbed it; --resume runs it again.
+    tried: what else was measured, in words.
     """
-    plan, outcome, reasons, done = results.plan, results.outcome, results.reasons, runner.done
+    results, done = runs[-1], runner.done
+    plan, outcome, reasons = results.plan, results.outcome, results.reasons
     config, folder, checkpoint = plan.config, plan.folder, plan.folder / results.run / DELIVERED
-    file, row = plan.int8_file(results.run), results.of_int8
+    file, row = plan.file(results.run), results.of_int8
     if reasons:
-        file, row, checkpoint = plan.float_file, results.of_float, config.weights
+        file, row, checkpoint = plan.file(FLOAT), results.of_float, config.weights
     said = sentence(outcome, reasons, file, results.of_int8['size_bytes'], results.of_float['size_bytes'])
     amx = not results.machine['gpu'] and 'AMX' in results.machine['instructions']
     known = config.activation, config.epochs or 0, config.batch, max(config.imgsz), amx
     advice = would_change(reasons, plan.target.gains_by, *known)
+    disturbed = {f'{each.run}-speed': each.disturbance for each in runs if each.disturbance}
     noises = [f'{noise[0].upper()}{noise[1:]}; --resume measures again.' for noise in dict.fromkeys(disturbed.values())]
     tried = [*noises, *tried]
     commands, models = [step.command for step in done], results.models()
@@ -177,6 +182,6 @@ def conclude(results: Results, runner: Runner, tried: list[str], disturbed: Mapp
     write_page(folder / 'ship', f'{config.weights.name} for {plan.target.title}', parts)
     LOGGER.log(RESULT, '\n\n'.join(['', models, said, *tried, *advice]) + '\n')
     for step in done:
-        if step.command in disturbed:
+        if step.name in disturbed:
             runner.note(step, 0)
     finish(file=file, page=folder / 'ship.html', json=folder / 'ship.json')

@@ -28,49 +28,41 @@ NO_CHIP = 'Times are those of {} on the CPU, not of a chip, and decide nothing: 
 
 def work(plan: Plan, runner: Runner) -> None:
     """Run the steps, and conclude. Raises QatError for a model that finds nothing in the images."""
-    config, runner.ahead = plan.config, [*plan.first(), *plan.quantized(ALL)]
-    scored, *rest = runner.ahead
-    left = sum(not runner.has(step) for step in runner.ahead)
-    LOGGER.info(f'{len(runner.ahead)} steps; {left} are left' + f', about {runner.expect(runner.ahead)}' * bool(left))
+    config, chip = plan.config, plan.target.integers
+    scored, *rest = steps = [*plan.first(), *plan.quantized(ALL)]
+    left = sum(not runner.has(step) for step in steps)
+    LOGGER.info(f'{len(steps)} steps; {left} are left' + f', about {runner.expect(steps)}' * bool(left))
     if 'epochs' in config.decided and not config.epochs:
         LOGGER.info(f'without fine-tuning, of which an epoch would take about {in_words(plan.epoch)} on this CPU')
-    runner.run([scored])
-    if nothing := finds_nothing(from_json(read_json(scored.result))):
+    runner.run([scored], rest)
+    if nothing := finds_nothing(from_json(read_json(scored.files[0]))):
         raise QatError(f'--weights {config.weights}, --data {config.data}: the float model {nothing}')
     runner.run(rest)
+    first = Results(plan, ALL)
+    runs, outcome = [first], first.outcome
 
-    disturbed: dict[str, str] = {}  # command of a measurement → what disturbed it
+    def once_more(plan: Plan, run: str, *before: Step, **how: Any) -> Results:
+        runner.run([*before, *plan.quantized(run, **how)])
+        runs.append(Results(plan, run))
+        return runs[-1]
 
-    def results_of(plan: Plan, run: str) -> Results:
-        results = Results(plan, run)
-        if results.disturbance:
-            disturbed[runner.done[-1].command] = results.disturbance
-        return results
-
-    def quantized(plan: Plan, run: str, *before: Step, **how: Any) -> Results:
-        runner.ahead = [*before, *plan.quantized(run, **how)]
-        runner.run([*runner.ahead])
-        return results_of(plan, run)
-
-    results, chip = results_of(plan, ALL), plan.target.integers
     tried = [NO_CHIP.format(plan.shown.title)] * chip
-    loses = [*results.reasons] == ['accuracy'] and not chip
-    if loses and not results.outcome.beyond:
+    loses = [*first.reasons] == ['accuracy'] and not chip
+    if loses and not outcome.beyond:
         tried = ['No block returns to float for it: the loss lies within its confidence interval.']
     elif loses:
         how = 'all blocks in INT8' + f' and --activation {config.activation}' * (config.activation != 'keep')
-        tried = [f'With {how} it is {results.outcome.gain}, and changes {results.outcome.cost}.']
+        tried = [f'With {how} it is {outcome.gain}, and changes {outcome.cost}.']
         if 'activation' in config.decided and config.activation != 'keep':
-            LOGGER.info(f'{results.reasons["accuracy"]}: once more with SiLU')
-            with_silu = quantized(replace(plan, config=replace(config, activation='keep')), SILU)
-            if not with_silu.reasons:
-                return conclude(with_silu, runner, tried, disturbed)
-            tried.append(f'With SiLU it is {with_silu.outcome.gain}, and changes {with_silu.outcome.cost}.')
-        LOGGER.info(f'{tried[-1]} Blocks return to float.')
-        sensitive, taught = plan.sensitive(results.taught), results.taught
-        how_much = {'sensitive': sensitive.result, 'max_drop': config.max_drop}
-        results = quantized(plan, PARTLY, sensitive, taught=taught, **how_much)
-    conclude(results, runner, tried, disturbed)
+            LOGGER.info(f'{first.reasons["accuracy"]}: once more with SiLU')
+            outcome = once_more(replace(plan, config=replace(config, activation='keep')), SILU).outcome
+            tried += [f'With SiLU it is {outcome.gain}, and changes {outcome.cost}.'] * bool(runs[-1].reasons)
+        if runs[-1].reasons:
+            LOGGER.info(f'{tried[-1]} Blocks return to float.')
+            blocks = plan.sensitive(first.taught)
+            how_much = {'sensitive': blocks.files[0], 'max_drop': config.max_drop}
+            once_more(plan, PARTLY, blocks, taught=first.taught, **how_much)
+    conclude(runs, runner, tried)
 
 
 def last_run(path: Path, digest: str) -> Path | None:

@@ -47,12 +47,10 @@ def read_stamps(folder: Path, digest: str) -> dict[str, float] | None:
 
 def _is_whole(file: Path) -> bool:
     """Tell whether a file is there, and if it is named so, is JSON."""
-    if file.suffix != '.json':
-        return file.exists()
-    with suppress(OSError, ValueError):
-        read_json(file)
-        return True
-    return False
+    try:
+        return file.exists() and (file.suffix != '.json' or read_json(file) is not None)
+    except (OSError, ValueError):
+        return False
 
 
 @dataclass
@@ -62,13 +60,13 @@ class Runner:
     Attributes:
         digest: of the files that all results hang on.
         resume: whether to keep what an earlier run has finished.
+        done: steps that have ended well in this run or before, in their order.
         taken: command of a step → its seconds, 0 until it has ended well.
     """
 
     folder: Path
     digest: str
     resume: bool
-    ahead: list[Step] = field(default_factory=list)
     done: list[Step] = field(default_factory=list)
     taken: dict[str, float] = field(default_factory=dict)
 
@@ -77,7 +75,7 @@ class Runner:
 
     def has(self, step: Step) -> bool:
         """Tell whether a step has ended well before, and all that it left is there."""
-        return bool(self.taken.get(step.command)) and all(map(_is_whole, (step.result, *step.beside)))
+        return bool(self.taken.get(step.command)) and all(map(_is_whole, step.files))
 
     def expect(self, steps: Sequence[Step]) -> str:
         """Say how long those of the steps will take that are left: what was expected, by how right that was so far."""
@@ -85,22 +83,21 @@ class Runner:
         left = sum(step.seconds for step in steps if not self.has(step))
         return in_words((taken + TRUST) / (expected + TRUST) * left)
 
-    def run(self, steps: Sequence[Step]) -> None:
-        """Run steps, the first of those that are ahead. Raises Failed."""
-        for step in steps:
-            position = f'[{len(self.done) + 1}/{len(self.done) + len(self.ahead)}] {step.title}'
-            folder = step.result.parent
+    def run(self, steps: Sequence[Step], later: Sequence[Step] = ()) -> None:
+        """Run steps, each unless it has ended well before. later: those that come behind them. Raises Failed."""
+        for i, step in enumerate(steps):
+            ahead, folder = [*steps[i:], *later], step.files[0].parent
+            position = f'[{len(self.done) + 1}/{len(self.done) + len(ahead)}] {step.title}'
             if self.has(step):
                 LOGGER.info(f'{position}: done before, in {in_words(self.taken[step.command])}')
             else:
-                LOGGER.info(f'{position}, about {self.expect([step])}; all that is left: {self.expect(self.ahead)}')
+                LOGGER.info(f'{position}, about {self.expect([step])}; all that is left: {self.expect(ahead)}')
                 delete_unfinished(folder)
                 started = step.command in self.taken and (folder / STATE).exists()
                 if step.needed:
                     self.taken = {one.command: self.taken[one.command] for one in self.done}
                 self.note(step, 0)
                 self.note(step, _call(command('qat.py', 'quantize', '--resume', folder) if started else step.command))
-            self.ahead.remove(step)
             self.done.append(step)
 
     def note(self, step: Step, seconds: float) -> None:

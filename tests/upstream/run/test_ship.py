@@ -58,7 +58,7 @@ def made(tmp_path):
 
     def steps(**how):
         lines = {name: f'python {tmp_path}/step.py {tmp_path} {name} {how.get(name, "-")}' for name in 'abc'}
-        return [Step(name, name, tmp_path / name, 1.0, line) for name, line in lines.items()]
+        return [Step(name, name, (tmp_path / name,), 1.0, line) for name, line in lines.items()]
 
     return steps
 
@@ -67,12 +67,11 @@ def run(folder, steps, digest='1', resume=True):
     """Run steps; return those that were called."""
     (folder / 'calls').unlink(missing_ok=True)
     runner = Runner(folder, digest, resume)
-    runner.ahead = list(steps)
     try:
         runner.run(steps)
     finally:
         called = (folder / 'calls').read_text() if (folder / 'calls').exists() else ''
-    assert runner.done == steps and not runner.ahead
+    assert runner.done == steps
     return ''.join(line[0] for line in called.splitlines())
 
 
@@ -93,8 +92,8 @@ def test_a_step_runs_again_if_a_file_of_it_is_gone_or_no_json(made, tmp_path):
     weights = tmp_path / 'b.bin'
     steps = [
         a,
-        b._replace(beside=(weights,)),
-        c._replace(result=tmp_path / 'c.json', command=c.command.replace(' c ', ' c.json ')),
+        b._replace(files=(*b.files, weights)),
+        c._replace(files=(tmp_path / 'c.json',), command=c.command.replace(' c ', ' c.json ')),
     ]
     weights.touch()
     (tmp_path / 'c.json').write_text('{}')
@@ -211,7 +210,7 @@ def test_each_step_is_a_command_that_its_program_takes(engine, trt, tmp_path):
     sensitive = plan.sensitive()
     steps = [*plan.first(), *plan.quantized('all')]
     if not plan.target.integers:  # of a chip no block returns to float
-        steps += [sensitive, *plan.quantized('b', sensitive=sensitive.result, max_drop=1)]
+        steps += [sensitive, *plan.quantized('b', sensitive=sensitive.files[0], max_drop=1)]
     relu = planned.Plan(replace(config, activation='relu'), load_task('detect'), numbers, 0.1, 'cpu', trt, '', folder)
     learnt = next(relu.quantized('all')).seconds - next(plan.quantized('all')).seconds
     assert learnt == pytest.approx(planned.LEARNT * 20 * 200 * config.batch_size * 0.1), 'epochs that learn the ReLUs'
@@ -219,8 +218,8 @@ def test_each_step_is_a_command_that_its_program_takes(engine, trt, tmp_path):
     assert f'--weights {tmp_path / "relu.pt"} ' in taught.command and '--activation keep' in taught.command
     assert taught.seconds == next(plan.quantized('b')).seconds, 'it learns them once'
     left, results = {config.weights}, [folder / f'{run}/weights/best.pt' for run in ('all', 'b')]
-    how = ways(plan, plan.int8_file('all'), results[0])
-    masks = ways(replace(plan, task=load_task('segment')), plan.int8_file('all'), results[0])
+    how = ways(plan, plan.file('all'), results[0])
+    masks = ways(replace(plan, task=load_task('segment')), plan.file('all'), results[0])
     of_frigate = [yaml.safe_load(how[name]) for name in how.keys() - masks.keys()]
     assert [each['model']['height'] for each in of_frigate] == [64] * (engine in ('openvino', 'onnxruntime'))
     told = [line for line in how.values() if line.startswith('python ')]
@@ -234,10 +233,10 @@ def test_each_step_is_a_command_that_its_program_takes(engine, trt, tmp_path):
         parse(words)
         needed = {Path(word) for word in words if word.startswith(str(tmp_path)) and Path(word).suffix} - {folder}
         assert needed <= left, step.command
-        assert step.result not in left and step.seconds > 0
-        left.update((step.result, *step.beside))
+        assert step.files[0] not in left and step.seconds > 0
+        left.update(step.files)
     assert {file.with_suffix('.bin') for file in left if file.suffix == '.xml'} <= left
-    files = [plan.float_file, *[plan.int8_file(run) for run in ('all', 'b')[: 1 if plan.target.integers else 2]]]
+    files = [plan.file('float'), *[plan.file(run) for run in ('all', 'b')[: 1 if plan.target.integers else 2]]]
     assert {*files} <= left and len({s.name for s in steps}) == len(steps)
     of_float, of_int8 = (step.command for step in steps if step.name in ('float-export', 'all-export'))
     assert ('--half' in of_float) == ('--trt 11' in of_float) == (trt >= 10), (

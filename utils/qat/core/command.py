@@ -214,10 +214,11 @@ def converted(weights: Path) -> Path:
     return weights.with_name(f'{weights.stem}-converted.pt')
 
 
-def export_command(checkpoint: Path, imgsz: Iterable[int], include: str = 'onnx') -> str:
-    """Make the command that exports a quantized checkpoint."""
+def export_command(checkpoint: Path, imgsz: Iterable[int], include: str = 'onnx', *words: object) -> str:
+    """Make the command that exports a checkpoint. words: further ones."""
     own = ['--dynamic', '--simplify'] if include == 'onnx' else []
-    return command('export_qat.py', '--weights', checkpoint, '--include', include, *own, '--imgsz', *sides_words(imgsz))
+    own += ['--imgsz', *map(str, sides_words(imgsz))]
+    return command('export_qat.py', '--weights', checkpoint, '--include', include, *own, *words)
 
 
 def sides_words(imgsz: Iterable[int]) -> list[int]:

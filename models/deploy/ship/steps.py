@@ -1,11 +1,16 @@
 """Run the steps of a plan, each once: a step that has ended well leaves its time, and --resume keeps it."""
 
 import ctypes
+import fcntl
+import os
+import re
 import shlex
 import signal
 import sys
+import termios
 import time
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field
 from logging import DEBUG, WARNING
@@ -107,14 +112,39 @@ class Runner:
 
 
 def _call(line: str) -> float:
-    """Run a command; return its seconds. Its output goes to the log, its warnings, errors and bars to the terminal. Raises Failed."""
+    """Run a command; return its seconds. All its output goes to the log, warnings, errors and bars to the terminal too. Raises Failed."""
     LOGGER.info(f'$ {line}')
     start, words = time.perf_counter(), [sys.executable, *shlex.split(line)[1:]]
-    with Popen(words, stdout=PIPE, text=True, errors='replace', preexec_fn=_end_with_parent) as child:
+    ours, its = _terminal() if os.isatty(2) else os.pipe()
+    with (
+        Popen(words, stdout=PIPE, stderr=its, text=True, errors='replace', preexec_fn=_end_with_parent) as child,
+        ThreadPoolExecutor(1) as pool,
+    ):
+        os.close(its)
+        errors = pool.submit(_show, ours)
         for said in child.stdout or ():
             text = said.rstrip()
             LOGGER.log(WARNING if text.startswith(MARK) else DEBUG, text.removeprefix(MARK))
+    if said := errors.result():
+        LOGGER.debug(said)
     if status := child.returncode:
         why = 'its message is above' if status > 0 else f'signal {-status}, which is 9 if memory ran out'
         raise Failed(f'this step failed ({why}): {line}')
     return time.perf_counter() - start
+
+
+def _terminal() -> tuple[int, int]:
+    """Open a terminal as wide as ours, without which a command shows no bars. Returns the ends that are read and written."""
+    ours, its = os.openpty()
+    fcntl.ioctl(its, termios.TIOCSWINSZ, fcntl.ioctl(2, termios.TIOCGWINSZ, bytes(8)))
+    return ours, its
+
+
+def _show(source: int) -> str:
+    """Copy what a command says on its stderr to ours as it comes; return its lines as they were in the end."""
+    said = b''
+    with suppress(OSError), open(source, 'rb', 0) as stream:  # a terminal ends with an error
+        while part := stream.read(2**12):
+            said += part
+            os.write(2, part)
+    return re.sub(r'.*\r', '', said.decode(errors='replace').replace('\r\n', '\n')).rstrip()

@@ -1,12 +1,15 @@
 """`qat.py ship`: steps run once and go on after any end; on a real model the page, the JSON and the verdict fit what was measured."""
 
+import fcntl
 import json
 import multiprocessing
 import os
 import re
 import shlex
 import signal
+import struct
 import sys
+import termios
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -32,6 +35,7 @@ from utils.qat.config.settings import read
 from utils.qat.config.ship import ShipConfig
 from utils.qat.config.tables import TARGETS
 from utils.qat.config.tasks import load_task
+from utils.qat.core.log import log_to
 from utils.qat.run.state import STATE
 
 # a step: notes that it was called, says a line and a warning, and leaves its result
@@ -46,6 +50,8 @@ if how == 'waits':
     open(f'{folder}/pid', 'w').write(str(os.getpid()))
     time.sleep(10_000)
 if how == 'fails':
+    print('\\r 40% |##   | 2/5' * sys.stderr.isatty() + '\\rerror: no space', file=sys.stderr)
+    print(os.get_terminal_size(2)[0] if sys.stderr.isatty() else 'no terminal')
     sys.exit(3)
 open(f'{folder}/{name}', 'w').close()
 """
@@ -154,6 +160,29 @@ def test_warnings_are_shown_and_the_rest_is_in_the_log(made, tmp_path, capfd):
     run(tmp_path, made())
     out, _ = capfd.readouterr()
     assert out.count('warning: a warning') == 3 and 'a line' not in out
+
+
+@pytest.mark.parametrize('shown', ['plain', 'on a terminal'])
+def test_the_error_of_a_step_is_on_the_screen_and_in_the_log(made, tmp_path, shown):
+    """On a terminal the step has one too, as wide, for its bars; the log has no bars."""
+    ours, its = os.openpty() if shown == 'on a terminal' else os.pipe()
+    if shown == 'on a terminal':
+        fcntl.ioctl(its, termios.TIOCSWINSZ, struct.pack('4H', 40, 123, 0, 0))
+
+    def fails():
+        os.dup2(its, 2)
+        log_to(tmp_path / 'log.txt')
+        with pytest.raises(Failed):
+            run(tmp_path, made(a='fails'), resume=False)
+
+    work = multiprocessing.get_context('fork').Process(target=fails)
+    work.start()
+    work.join()
+    assert work.exitcode == 0
+    screen, log = os.read(ours, 2**12).decode(), (tmp_path / 'log.txt').read_text()
+    assert 'error: no space' in screen and ('40%' in screen) == (shown == 'on a terminal')
+    assert log.count('error: no space') == 1 and '40%' not in log and r'\r' not in log
+    assert ('123' if shown == 'on a terminal' else 'no terminal') in log
 
 
 def is_alive(pid):

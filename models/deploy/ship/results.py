@@ -13,7 +13,7 @@ from models.deploy.ship.verdict import Outcome, against_int8, sentence, would_ch
 from utils.qat.benchmark.baseline import int8_gains
 from utils.qat.benchmark.report import disturbance
 from utils.qat.benchmark.tables import Column, figures_table, with_shown
-from utils.qat.config.qat import EvalConfig
+from utils.qat.config.qat import FileEvalConfig
 from utils.qat.core.command import command
 from utils.qat.core.errors import QatError
 from utils.qat.core.files import write_json
@@ -94,18 +94,13 @@ class Results:
 def ways(plan: Plan, file: Path, checkpoint: Path) -> dict[str, str]:
     """Tell how to run the file: program → command, or lines of its configuration."""
     task, (height, width) = plan.task, plan.config.imgsz
-    told = {
-        'Its AP again': command(
-            'val_trt.py', '--weights', file, '--data', plan.config.data, *plan.words(EvalConfig, 'names_from')
-        )
-    }
+    told = {'Its AP again': command('val_trt.py', *plan.words(FileEvalConfig, 'data', 'names_from', weights=file))}
     if task.boxes:
-        facts = {'file': file, 'checkpoint': checkpoint, 'height': height, 'width': width}
-        quoted = {key: shlex.quote(str(fact)) for key, fact in facts.items()}
-        told['Its detections in Python; docs/client.md has a client of thirty lines'] = command(
-            'scripts/infer_onnx.py', file, 'IMAGES', '--save'
-        )
-        told |= {program: line.format(**quoted) for program, line in plan.target.clients.items()}
+        shown = command('scripts/infer_onnx.py', file, 'IMAGES', '--save')
+        told['Its detections in Python; docs/client.md has a client of thirty lines'] = shown
+        quoted = {'file': shlex.quote(str(file)), 'checkpoint': shlex.quote(str(checkpoint))}
+        sides = {'height': height, 'width': width}
+        told |= {program: line.format(**quoted, **sides) for program, line in plan.target.clients.items()}
     if task.boxes and not task.masks and plan.target.frigate:
         model = {'model_type': 'yolo-generic', 'input_tensor': 'nchw', 'input_dtype': 'float', 'width': width}
         model |= {'height': height, 'path': f'/config/model_cache/{file.name}'}

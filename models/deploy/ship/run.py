@@ -1,15 +1,13 @@
 """`qat.py ship`: run the plan, and decide."""
 
-import re
 from dataclasses import replace
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 from models.deploy.ship.look import look
 from models.deploy.ship.plan import Plan, Step
 from models.deploy.ship.results import Results, conclude
-from models.deploy.ship.steps import STAMPS, Failed, Runner, read_stamps
+from models.deploy.ship.steps import STAMPS, Runner, last_run
 from utils.qat.config.settings import command_words
 from utils.qat.config.ship import ShipConfig
 from utils.qat.core.command import command, resumable
@@ -65,13 +63,6 @@ def work(plan: Plan, runner: Runner) -> None:
     conclude(runs, runner, tried)
 
 
-def last_run(path: Path, digest: str) -> Path | None:
-    """Find the last run on files with this digest, in the folder `path` or one with a number behind its name."""
-    folders = [each for each in path.parent.glob('*') if re.fullmatch(rf'{re.escape(path.name)}\d*', each.name)]
-    known = [each / STAMPS for each in folders if read_stamps(each, digest) is not None]
-    return max(known, key=lambda file: file.stat().st_mtime).parent if known else None
-
-
 def ship(config: ShipConfig) -> None:
     """Run `qat.py ship`, whose exit code is 0 for both verdicts."""
     if world_size() > 1:
@@ -85,9 +76,5 @@ def ship(config: ShipConfig) -> None:
         settings = {**vars(plan.config), 'name': folder.name}
         again = command('qat.py', 'ship', *command_words(settings, ShipConfig), '--resume')
         log_to(folder / 'log.txt')
-        runner = Runner(folder, plan.digest, config.resume)
         with resumable(folder / STAMPS, again):
-            try:
-                work(replace(plan, folder=folder), runner)
-            except Failed as e:
-                raise QatError(f'{e}; go on with: {again}') from e
+            work(replace(plan, folder=folder), Runner(folder, plan.digest, config.resume, again))

@@ -32,22 +32,25 @@ PR_SET_PDEATHSIG = 1  # of Linux's prctl.h
 TRUST = 60  # seconds of steps that say as much of this machine's pace as the plan does: one slow start must not double all that is left
 
 
-class Failed(QatError):
-    """A step has ended badly."""
-
-
 def _end_with_parent() -> None:
     """Let the system end this process when ship ends, however it ends: a command without it would go on, and hold its folder."""
     if sys.platform == 'linux':
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
-def read_stamps(folder: Path, digest: str) -> dict[str, float] | None:
+def _read_stamps(folder: Path, digest: str) -> dict[str, float] | None:
     """Return the `taken` of a Runner in a folder; None if none has worked there on files with this digest."""
     kind = {'digest': lambda known: known == digest, 'taken': {str: SECONDS}}
     with suppress(OSError, ValueError):  # killed before the first step, not ours, or of other files
         return read_json(folder / STAMPS, kind)['taken']
     return None
+
+
+def last_run(path: Path, digest: str) -> Path | None:
+    """Find the last run on files with this digest, in the folder `path` or one with a number behind its name."""
+    folders = [each for each in path.parent.glob('*') if re.fullmatch(rf'{re.escape(path.name)}\d*', each.name)]
+    known = [each / STAMPS for each in folders if _read_stamps(each, digest) is not None]
+    return max(known, key=lambda file: file.stat().st_mtime).parent if known else None
 
 
 def _is_whole(file: Path) -> bool:
@@ -65,6 +68,7 @@ class Runner:
     Attributes:
         digest: of the files that all results hang on.
         resume: whether to keep what an earlier run has finished.
+        again: the command that goes on after a failure.
         done: steps that have ended well in this run or before, in their order.
         taken: command of a step → its seconds, 0 until it has ended well.
     """
@@ -72,11 +76,12 @@ class Runner:
     folder: Path
     digest: str
     resume: bool
+    again: str = ''
     done: list[Step] = field(default_factory=list)
     taken: dict[str, float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self.taken = (read_stamps(self.folder, self.digest) if self.resume else None) or {}
+        self.taken = (_read_stamps(self.folder, self.digest) if self.resume else None) or {}
 
     def has(self, step: Step) -> bool:
         """Tell whether a step has ended well before, and all that it left is there."""
@@ -89,7 +94,7 @@ class Runner:
         return in_words((taken + TRUST) / (expected + TRUST) * left)
 
     def run(self, steps: Sequence[Step], later: Sequence[Step] = ()) -> None:
-        """Run steps, each unless it has ended well before. later: those that come behind them. Raises Failed."""
+        """Run steps, each unless it has ended well before. later: those that come behind them. Raises QatError for one that fails."""
         for i, step in enumerate(steps):
             ahead, folder = [*steps[i:], *later], step.files[0].parent
             position = f'[{len(self.done) + 1}/{len(self.done) + len(ahead)}] {step.title}'
@@ -102,35 +107,36 @@ class Runner:
                 if step.needed:
                     self.taken = {one.command: self.taken[one.command] for one in self.done}
                 self.note(step, 0)
-                self.note(step, _call(command('qat.py', 'quantize', '--resume', folder) if started else step.command))
+                self.note(
+                    step, self.call(command('qat.py', 'quantize', '--resume', folder) if started else step.command)
+                )
             self.done.append(step)
+
+    def call(self, line: str) -> float:
+        """Run a command; return its seconds. All its output goes to the log, warnings, errors and bars to the terminal too. Raises QatError."""
+        LOGGER.info(f'$ {line}')
+        start, words = time.perf_counter(), [sys.executable, *shlex.split(line)[1:]]
+        ours, its = _terminal() if os.isatty(2) else os.pipe()
+        with (
+            Popen(words, stdout=PIPE, stderr=its, text=True, errors='replace', preexec_fn=_end_with_parent) as child,
+            ThreadPoolExecutor(1) as pool,
+        ):
+            os.close(its)
+            errors = pool.submit(_show, ours)
+            for said in child.stdout or ():
+                text = said.rstrip()
+                LOGGER.log(WARNING if text.startswith(MARK) else DEBUG, text.removeprefix(MARK))
+        if said := errors.result():
+            LOGGER.debug(said)
+        if status := child.returncode:
+            why = 'its message is above' if status > 0 else f'signal {-status}, which is 9 if memory ran out'
+            raise QatError(f'this step failed ({why}): {line}; go on with: {self.again}')
+        return time.perf_counter() - start
 
     def note(self, step: Step, seconds: float) -> None:
         """Keep the time of a step; 0: --resume runs it again."""
         self.taken[step.command] = seconds
         write_json(self.folder / STAMPS, {'digest': self.digest, 'taken': self.taken})
-
-
-def _call(line: str) -> float:
-    """Run a command; return its seconds. All its output goes to the log, warnings, errors and bars to the terminal too. Raises Failed."""
-    LOGGER.info(f'$ {line}')
-    start, words = time.perf_counter(), [sys.executable, *shlex.split(line)[1:]]
-    ours, its = _terminal() if os.isatty(2) else os.pipe()
-    with (
-        Popen(words, stdout=PIPE, stderr=its, text=True, errors='replace', preexec_fn=_end_with_parent) as child,
-        ThreadPoolExecutor(1) as pool,
-    ):
-        os.close(its)
-        errors = pool.submit(_show, ours)
-        for said in child.stdout or ():
-            text = said.rstrip()
-            LOGGER.log(WARNING if text.startswith(MARK) else DEBUG, text.removeprefix(MARK))
-    if said := errors.result():
-        LOGGER.debug(said)
-    if status := child.returncode:
-        why = 'its message is above' if status > 0 else f'signal {-status}, which is 9 if memory ran out'
-        raise Failed(f'this step failed ({why}): {line}')
-    return time.perf_counter() - start
 
 
 def _terminal() -> tuple[int, int]:

@@ -23,8 +23,7 @@ from models.deploy.ship import results as concluded
 from models.deploy.ship.look import choose_activation
 from models.deploy.ship.plan import Step
 from models.deploy.ship.results import ways
-from models.deploy.ship.run import last_run
-from models.deploy.ship.steps import STAMPS, Failed, Runner
+from models.deploy.ship.steps import STAMPS, Runner, last_run
 from models.deploy.ship.verdict import Outcome, against_int8
 from models.quantize.run.run import open_inputs
 from utils.qat.benchmark.baseline import Gain
@@ -35,6 +34,7 @@ from utils.qat.config.settings import read
 from utils.qat.config.ship import ShipConfig
 from utils.qat.config.tables import TARGETS
 from utils.qat.config.tasks import load_task
+from utils.qat.core.errors import QatError
 from utils.qat.core.log import log_to
 from utils.qat.run.state import STATE
 
@@ -122,7 +122,7 @@ def test_damaged_stamps_are_none(made, tmp_path, content):
 
 
 def test_a_step_that_fails_stops_the_run_and_keeps_what_was_finished(made, tmp_path):
-    with pytest.raises(Failed) as failed:
+    with pytest.raises(QatError) as failed:
         run(tmp_path, made(b='fails'), resume=False)
     assert 'step.py' in str(failed.value)
     assert run(tmp_path, made()) == 'bc'
@@ -131,19 +131,19 @@ def test_a_step_that_fails_stops_the_run_and_keeps_what_was_finished(made, tmp_p
 def test_a_step_that_keeps_a_state_goes_on_with_it(made, tmp_path):
     """By --resume, if it was started with the same words."""
     steps = made(b='fails')
-    with pytest.raises(Failed):
+    with pytest.raises(QatError):
         run(tmp_path, steps, resume=False)
     state = tmp_path / STATE
     state.parent.mkdir()
     state.touch()
-    with pytest.raises(Failed, match=re.escape(f'qat.py quantize --resume {tmp_path}')):
+    with pytest.raises(QatError, match=re.escape(f'qat.py quantize --resume {tmp_path}')):
         run(tmp_path, steps)
     assert run(tmp_path, made()) == 'bc', 'other words start over'
 
 
 def test_what_is_finished_takes_no_time(made, tmp_path):
     steps = made(c='fails')
-    with pytest.raises(Failed):
+    with pytest.raises(QatError):
         run(tmp_path, steps, resume=False)
     assert Runner(tmp_path, '1', True).expect(steps) == Runner(tmp_path, '1', False).expect(steps[2:])
 
@@ -172,7 +172,7 @@ def test_the_error_of_a_step_is_on_the_screen_and_in_the_log(made, tmp_path, sho
     def fails():
         os.dup2(its, 2)
         log_to(tmp_path / 'log.txt')
-        with pytest.raises(Failed):
+        with pytest.raises(QatError):
             run(tmp_path, made(a='fails'), resume=False)
 
     work = multiprocessing.get_context('fork').Process(target=fails)

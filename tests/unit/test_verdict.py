@@ -4,12 +4,14 @@ import base64
 import math
 import re
 from html.parser import HTMLParser
+from pathlib import Path
 
 import pytest
 from PIL import Image
 
 from models.deploy.ship.verdict import Outcome, against_int8, sentence, would_change
 from utils.qat.benchmark.baseline import Gain
+from utils.qat.config.ship import ShipConfig
 from utils.qat.core.page import fold, write_page
 from utils.qat.core.text import code, escaped, image, markdown_table
 from utils.qat.evaluation.interval import UNKNOWN
@@ -69,7 +71,8 @@ def test_a_float_verdict_has_both_figures_and_the_limit_that_was_missed(speedup,
 
 def test_only_what_can_still_be_done_is_advised():
     def advised(reasons, taken, epochs=0, amx=False):
-        return ' '.join(would_change(reasons, ('polynomial', 'relu'), taken, epochs, 1, 640, amx))
+        config = ShipConfig(Path('w.pt'), activation=taken, epochs=epochs, imgsz=640)
+        return ' '.join(would_change(reasons, config, ('polynomial', 'relu'), amx))
 
     assert not advised([], 'keep')
     slow = advised(['speed'], 'polynomial')

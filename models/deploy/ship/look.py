@@ -13,7 +13,7 @@ from models.quantize.run.duration import seconds_per_image
 from models.quantize.run.run import Inputs, open_inputs, open_work
 from utils.qat.backends.pytorch import TorchModel
 from utils.qat.config.qat import AUTO, FloatConfig, QuantizeConfig
-from utils.qat.config.ship import EPOCHS, ShipConfig
+from utils.qat.config.ship import ShipConfig
 from utils.qat.config.tables import TARGETS
 from utils.qat.core.errors import QatError
 from utils.qat.core.files import TREE
@@ -58,7 +58,7 @@ def look(config: ShipConfig) -> Plan:
     target, guessed = TARGETS[engine], ', which runs here; --for takes another' * (config.for_ is None)
     if target.integers and config.batch > 1:
         raise QatError(f'--batch {config.batch}: a file for {target.title} takes one image; leave it out')
-    config = config.decide(for_=engine, epochs=EPOCHS if device.type == 'cuda' else 0)
+    config = config.decide(for_=engine, epochs=QuantizeConfig.epochs if device.type == 'cuda' else 0)
     asked = {f.name: getattr(config, f.name) for f in fields(FloatConfig)}
     asked |= {'epochs': config.epochs, 'activation': config.activation, 'eval_origin': False, 'eval_ptq': False}
     inputs = open_inputs(QuantizeConfig(**asked, target=engine))

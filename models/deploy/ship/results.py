@@ -122,8 +122,7 @@ def conclude(runs: Sequence[Results], runner: Runner, tried: list[str]) -> None:
         file, row, checkpoint = plan.file(FLOAT), results.of_float, config.weights
     said = sentence(outcome, reasons, file, results.of_int8['size_bytes'], results.of_float['size_bytes'])
     amx = not results.machine['gpu'] and 'AMX' in results.machine['instructions']
-    known = config.activation, config.epochs or 0, config.batch, max(config.imgsz), amx
-    advice = would_change(reasons, plan.target.gains_by, *known)
+    advice = would_change(reasons, config, plan.target.gains_by, amx)
     disturbed = {f'{each.run}-speed': each.disturbance for each in runs if each.disturbance}
     noises = [f'{noise[0].upper()}{noise[1:]}; --resume measures again.' for noise in dict.fromkeys(disturbed.values())]
     tried = [*noises, *tried]

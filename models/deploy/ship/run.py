@@ -37,24 +37,23 @@ def work(plan: Plan, runner: Runner) -> None:
         raise QatError(f'--weights {config.weights}, --data {config.data}: the float model {nothing}')
     runner.run(rest)
     first = Results(plan, ALL)
-    runs, outcome = [first], first.outcome
+    runs = [first]
 
-    def once_more(plan: Plan, run: str, *before: Step, **how: Any) -> Results:
+    def once_more(plan: Plan, run: str, *before: Step, **how: Any) -> None:
         runner.run([*before, *plan.quantized(run, **how)])
         runs.append(Results(plan, run))
-        return runs[-1]
 
     tried = [NO_CHIP.format(plan.shown.title)] * chip
     loses = [*first.reasons] == ['accuracy'] and not chip
-    if loses and not outcome.beyond:
+    if loses and not first.outcome.beyond:
         tried = ['No block returns to float for it: the loss lies within its confidence interval.']
     elif loses:
         how = 'all blocks in INT8' + f' and --activation {config.activation}' * (config.activation != 'keep')
-        tried = [f'With {how} it is {outcome.gain}, and changes {outcome.cost}.']
+        tried = [f'With {how} it {first.outcome}.']
         if 'activation' in config.decided and config.activation != 'keep':
             LOGGER.info(f'{first.reasons["accuracy"]}: once more with SiLU')
-            outcome = once_more(replace(plan, config=replace(config, activation='keep')), SILU).outcome
-            tried += [f'With SiLU it is {outcome.gain}, and changes {outcome.cost}.'] * bool(runs[-1].reasons)
+            once_more(replace(plan, config=replace(config, activation='keep')), SILU)
+            tried += [f'With SiLU it {runs[-1].outcome}.'] * bool(runs[-1].reasons)
         if runs[-1].reasons:
             LOGGER.info(f'{tried[-1]} Blocks return to float.')
             blocks = plan.sensitive(first.taught)

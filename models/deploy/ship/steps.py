@@ -103,13 +103,13 @@ class Runner:
             else:
                 LOGGER.info(f'{position}, about {self.expect([step])}; all that is left: {self.expect(ahead)}')
                 delete_unfinished(folder)
-                started = step.command in self.taken and (folder / STATE).exists()
+                line = step.command
+                if line in self.taken and (folder / STATE).exists():  # `quantize` has begun with these words
+                    line = command('qat.py', 'quantize', '--resume', folder)
                 if step.needed:
                     self.taken = {one.command: self.taken[one.command] for one in self.done}
                 self.note(step, 0)
-                self.note(
-                    step, self.call(command('qat.py', 'quantize', '--resume', folder) if started else step.command)
-                )
+                self.note(step, self.call(line))
             self.done.append(step)
 
     def call(self, line: str) -> float:

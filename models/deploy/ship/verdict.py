@@ -5,6 +5,7 @@ from typing import NamedTuple
 
 from utils.qat.benchmark.baseline import Gain
 from utils.qat.config.qat import PRICES
+from utils.qat.config.ship import ShipConfig
 from utils.qat.evaluation.interval import Part, in_points
 
 SPEEDS = {  # --activation → of INT8, with it / with SiLU, docs/activations.md
@@ -19,6 +20,9 @@ class Outcome(NamedTuple):
     gain: Gain
     metric: str  # AP or top-1
     against_float: Part  # INT8 minus float, of boxes and masks the lower
+
+    def __str__(self) -> str:
+        return f'is {self.gain}, and changes {self.cost}'
 
     @property
     def cost(self) -> str:
@@ -53,21 +57,20 @@ def sentence(outcome: Outcome, reasons: dict[str, str], file: object, size: floa
     return f'{said} {"; and ".join(reasons.values())}.{rest}'
 
 
-def would_change(
-    reasons: Collection[str], gains: Collection[str], taken: str, epochs: int, batch: int, imgsz: int, amx: bool
-) -> list[str]:
-    """Say what would change a verdict for float. gains: activations that are faster in the engine; taken: the one of the model."""
+def would_change(reasons: Collection[str], config: ShipConfig, gains: Collection[str], amx: bool) -> list[str]:
+    """Say what would change a verdict for float. config: of the run; gains: activations that are faster in the engine."""
     said = []
     if 'speed' in reasons:
         said += [
             f'Another activation: --activation {name}. INT8 took {SPEEDS[name]} with SiLU; {PRICES[name]}.'
             for name in gains
-            if taken not in (name, 'relu')
+            if config.activation not in (name, 'relu')
         ]
-        said += [f'More to compute: --batch {8 * batch}, images above {imgsz} pixels, or a larger model.']
+        size = max(config.imgsz)
+        said += [f'More to compute: --batch {8 * config.batch}, images above {size} pixels, or a larger model.']
         said += ['Another CPU: AMX makes BF16 fast, so that INT8 gains less than on one without.'] * amx
     if 'accuracy' in reasons:
-        said += ['Fine-tuning: --epochs 10, best on a GPU.'] * (not epochs)
+        said += ['Fine-tuning: --epochs 10, best on a GPU.'] * (not config.epochs)
         said += ['More or other images of train, of the kind that the model will see: INT8 takes its ranges from them.']
         said += ['More images of val: the interval narrows with their number.']
     return said

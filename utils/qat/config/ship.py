@@ -4,12 +4,11 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from utils.qat.config.qat import ACTIVATIONS, AUTO, POINTS, FloatConfig
+from utils.qat.config.qat import ACTIVATIONS, AUTO, POINTS, FloatConfig, QuantizeConfig
 from utils.qat.config.settings import Range, option, run
 from utils.qat.config.tables import TARGETS
 
 verdict = partial(option, group='verdict')
-EPOCHS = 10  # on a GPU
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,7 +32,7 @@ class ShipConfig(FloatConfig):
     )
     batch: int = verdict(1, 'images per query whose speed counts', allowed=Range(1))
     epochs: int | None = option(
-        None, f'epochs of fine-tuning; default: {EPOCHS} on a GPU, on a CPU 0', allowed=Range(0)
+        None, f'epochs of fine-tuning; default: {QuantizeConfig.epochs} on a GPU, on a CPU 0', allowed=Range(0)
     )
     activation: str = option(
         AUTO,

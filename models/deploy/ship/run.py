@@ -68,7 +68,7 @@ def ship(config: ShipConfig) -> None:
         raise QatError('qat.py ship: one process; start it without torchrun')
     plan = look(config)
     path = config.project / config.name
-    last = last_run(path, plan.digest) if config.resume else None
+    last, taken = last_run(path, plan.digest) if config.resume else (None, {})
     if config.resume and not last and path.exists():
         LOGGER.info(f'--resume: no run of these weights, images and labels in {path}, so a new one begins')
     with own_folder(SimpleNamespace(**{**vars(config), 'resume': last})) as folder:
@@ -76,4 +76,4 @@ def ship(config: ShipConfig) -> None:
         again = command('qat.py', 'ship', *command_words(settings, ShipConfig), '--resume')
         log_to(folder / 'log.txt')
         with resumable(folder / STAMPS, again):
-            work(replace(plan, folder=folder), Runner(folder, plan.digest, config.resume, again))
+            work(replace(plan, folder=folder), Runner(folder, plan.digest, taken, again))

@@ -38,19 +38,19 @@ def _end_with_parent() -> None:
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
-def _read_stamps(folder: Path, digest: str) -> dict[str, float] | None:
-    """Return the `taken` of a Runner in a folder; None if none has worked there on files with this digest."""
+def last_run(path: Path, digest: str) -> tuple[Path | None, dict[str, float]]:
+    """Find the last run on files with this digest, in the folder `path` or one with a number behind its name.
+
+    Returns its folder, and what its Runner has `taken`.
+    """
     kind = {'digest': lambda known: known == digest, 'taken': {str: SECONDS}}
-    with suppress(OSError, ValueError):  # killed before the first step, not ours, or of other files
-        return read_json(folder / STAMPS, kind)['taken']
-    return None
-
-
-def last_run(path: Path, digest: str) -> Path | None:
-    """Find the last run on files with this digest, in the folder `path` or one with a number behind its name."""
-    folders = [each for each in path.parent.glob('*') if re.fullmatch(rf'{re.escape(path.name)}\d*', each.name)]
-    known = [each / STAMPS for each in folders if _read_stamps(each, digest) is not None]
-    return max(known, key=lambda file: file.stat().st_mtime).parent if known else None
+    runs: list[tuple[float, Path | None, dict[str, float]]] = [(0, None, {})]
+    for folder in path.parent.glob('*'):
+        if re.fullmatch(rf'{re.escape(path.name)}\d*', folder.name):
+            with suppress(OSError, ValueError):  # killed before the first step, not ours, or of other files
+                taken = read_json(folder / STAMPS, kind)['taken']
+                runs.append(((folder / STAMPS).stat().st_mtime, folder, taken))
+    return max(runs, key=lambda run: run[0])[1:]
 
 
 def _is_whole(file: Path) -> bool:
@@ -67,21 +67,16 @@ class Runner:
 
     Attributes:
         digest: of the files that all results hang on.
-        resume: whether to keep what an earlier run has finished.
+        taken: command of a step → its seconds, 0 until it has ended well; at first those of the run that goes on.
         again: the command that goes on after a failure.
         done: steps that have ended well in this run or before, in their order.
-        taken: command of a step → its seconds, 0 until it has ended well.
     """
 
     folder: Path
     digest: str
-    resume: bool
+    taken: dict[str, float]
     again: str = ''
     done: list[Step] = field(default_factory=list)
-    taken: dict[str, float] = field(default_factory=dict)
-
-    def __post_init__(self) -> None:
-        self.taken = (_read_stamps(self.folder, self.digest) if self.resume else None) or {}
 
     def has(self, step: Step) -> bool:
         """Tell whether a step has ended well before, and all that it left is there."""

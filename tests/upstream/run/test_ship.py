@@ -72,7 +72,7 @@ def made(tmp_path):
 def run(folder, steps, digest='1', resume=True):
     """Run steps; return those that were called."""
     (folder / 'calls').unlink(missing_ok=True)
-    runner = Runner(folder, digest, resume)
+    runner = Runner(folder, digest, last_run(folder, digest)[1] if resume else {})
     try:
         runner.run(steps)
     finally:
@@ -103,7 +103,7 @@ def test_a_step_runs_again_if_a_file_of_it_is_gone_or_no_json(made, tmp_path):
     ]
     weights.touch()
     (tmp_path / 'c.json').write_text('{}')
-    known = Runner(tmp_path, '1', False)
+    known = Runner(tmp_path, '1', {})
     for step in steps:
         known.note(step, 1.0)
     for name in 'ab':
@@ -145,15 +145,17 @@ def test_what_is_finished_takes_no_time(made, tmp_path):
     steps = made(c='fails')
     with pytest.raises(QatError):
         run(tmp_path, steps, resume=False)
-    assert Runner(tmp_path, '1', True).expect(steps) == Runner(tmp_path, '1', False).expect(steps[2:])
+    _, taken = last_run(tmp_path, '1')
+    assert Runner(tmp_path, '1', taken).expect(steps) == Runner(tmp_path, '1', {}).expect(steps[2:])
 
 
 def test_resume_goes_on_in_the_last_run_of_the_same_files(made, tmp_path):
     for name, digest in (('exp', '1'), ('exp2', '2'), ('exp3', '2'), ('other', '2')):
         (tmp_path / name).mkdir()
-        Runner(tmp_path / name, digest, False).note(made()[0], 1.0)
-    assert [last_run(tmp_path / 'exp', digest) for digest in '123'] == [tmp_path / 'exp', tmp_path / 'exp3', None]
-    assert last_run(tmp_path / 'there' / 'is none', '1') is None
+        Runner(tmp_path / name, digest, {}).note(made()[0], 1.0)
+    found = [last_run(tmp_path / 'exp', digest)[0] for digest in '123']
+    assert found == [tmp_path / 'exp', tmp_path / 'exp3', None]
+    assert last_run(tmp_path / 'there' / 'is none', '1') == (None, {})
 
 
 def test_warnings_are_shown_and_the_rest_is_in_the_log(made, tmp_path, capfd):

@@ -14,7 +14,7 @@ from utils.qat.benchmark.baseline import Gain
 from utils.qat.config.ship import ShipConfig
 from utils.qat.core.page import fold, write_page
 from utils.qat.core.text import code, escaped, image, markdown_table
-from utils.qat.evaluation.interval import UNKNOWN
+from utils.qat.evaluation.interval import UNKNOWN, within_interval
 
 
 def outcome(speedup=1.3, difference=-0.002, half_width=0.004):
@@ -44,12 +44,10 @@ def test_int8_needs_both(speedup, difference, max_drop, min_speedup, against):
 
 
 def test_blocks_return_to_float_only_for_a_loss_beyond_its_interval():
-    """`quantize --max-drop` counts no other, so the file would be the same."""
-    assert [outcome(difference=lost, half_width=0.004).beyond for lost in (-0.005, -0.004, 0.01)] == [
-        True,
-        False,
-        False,
-    ]
+    """`quantize --max-drop` counts no other, so the file would be the same; and a gain is none."""
+    parts = [outcome(difference=lost, half_width=0.004).against_float for lost in (-0.005, -0.004)]
+    assert [within_interval(part) for part in parts] == [False, True]
+    assert not against_int8(outcome(difference=0.01, half_width=0.004), 0, 1)
 
 
 def test_the_sentence_names_file_speed_cost_and_size():

@@ -16,6 +16,7 @@ from utils.qat.core.errors import QatError
 from utils.qat.core.log import LOGGER, log_to
 from utils.qat.core.run_folder import own_folder
 from utils.qat.core.text import in_words
+from utils.qat.evaluation.interval import within_interval
 from utils.qat.evaluation.metrics import finds_nothing, from_json
 from utils.qat.untrusted.json_schema import read_json
 
@@ -45,7 +46,7 @@ def work(plan: Plan, runner: Runner) -> None:
 
     tried = [NO_CHIP.format(plan.shown.title)] * chip
     loses = [*first.reasons] == ['accuracy'] and not chip
-    if loses and not first.outcome.beyond:
+    if loses and within_interval(first.outcome.against_float):
         tried = ['No block returns to float for it: the loss lies within its confidence interval.']
     elif loses:
         how = 'all blocks in INT8' + f' and --activation {config.activation}' * (config.activation != 'keep')

@@ -29,11 +29,6 @@ class Outcome(NamedTuple):
         """The difference in words."""
         return f'{self.metric} by {in_points(self.against_float)} points'
 
-    @property
-    def beyond(self) -> bool:
-        """Whether the loss is larger than its interval."""
-        return -self.against_float['difference'] > self.against_float['chance']
-
 
 def against_int8(outcome: Outcome, max_drop: float, min_speedup: float) -> dict[str, str]:
     """Return why INT8 is not shipped: 'speed' and 'accuracy' → reason; empty if it is. max_drop is in points."""

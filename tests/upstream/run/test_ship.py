@@ -20,6 +20,7 @@ from helpers.zoo import command, program
 
 from models.deploy.ship import plan as planned
 from models.deploy.ship import results as concluded
+from models.deploy.ship import run as decided
 from models.deploy.ship.look import choose_activation
 from models.deploy.ship.plan import Step
 from models.deploy.ship.results import ways
@@ -354,7 +355,7 @@ def test_from_a_checkpoint_of_two_branches_to_the_file(small, tmp_path, monkeypa
     said = command('qat.py', *words, '--resume')
     assert said.count('\n$ python ') == said.count('\n$ python benchmark_trt.py ') == 1
 
-    monkeypatch.setattr(Outcome, 'beyond', True)
+    monkeypatch.setattr(decided, 'within_interval', lambda part: False)
     reasons, noises = 2 * [{'accuracy': 'it loses'}, {}], ['the CPU was busy', '', '', '']
     monkeypatch.setattr(concluded, 'against_int8', lambda *of: reasons.pop(0))
     monkeypatch.setattr(concluded, 'disturbance', lambda rows: noises.pop(0))

@@ -58,8 +58,7 @@ def work(plan: Plan, runner: Runner) -> None:
         if runs[-1].reasons:
             LOGGER.info(f'{tried[-1]} Blocks return to float.')
             blocks = plan.sensitive(first.taught)
-            how_much = {'sensitive': blocks.files[0], 'max_drop': config.max_drop}
-            once_more(plan, PARTLY, blocks, taught=first.taught, **how_much)
+            once_more(plan, PARTLY, blocks, taught=first.taught, sensitive=blocks.files[0], max_drop=config.max_drop)
     conclude(runs, runner, tried)
 
 

@@ -89,7 +89,7 @@ class Runner:
         return in_words((taken + TRUST) / (expected + TRUST) * left)
 
     def run(self, steps: Sequence[Step], later: Sequence[Step] = ()) -> None:
-        """Run steps, each unless it has ended well before. later: those that come behind them. Raises QatError for one that fails."""
+        """Run steps, each unless it has ended well before. later: those that come behind them. Raises QatError if one fails."""
         for i, step in enumerate(steps):
             ahead, folder = [*steps[i:], *later], step.files[0].parent
             position = f'[{len(self.done) + 1}/{len(self.done) + len(ahead)}] {step.title}'
@@ -108,7 +108,10 @@ class Runner:
             self.done.append(step)
 
     def call(self, line: str) -> float:
-        """Run a command; return its seconds. All its output goes to the log, warnings, errors and bars to the terminal too. Raises QatError."""
+        """Run a command; return its seconds. Its output goes to the log, warnings, errors and bars to the terminal too.
+
+        Raises QatError if it fails.
+        """
         LOGGER.info(f'$ {line}')
         start, words = time.perf_counter(), [sys.executable, *shlex.split(line)[1:]]
         ours, its = _terminal() if os.isatty(2) else os.pipe()
@@ -142,10 +145,10 @@ def _terminal() -> tuple[int, int]:
 
 
 def _show(source: int) -> str:
-    """Copy what a command says on its stderr to ours as it comes; return its lines as they were in the end."""
+    """Copy what a command says on its stderr to ours as it comes; return its lines as they were in the end, without colours."""
     said = b''
     with suppress(OSError), open(source, 'rb', 0) as stream:  # a terminal ends with an error
         while part := stream.read(2**12):
             said += part
             os.write(2, part)
-    return re.sub(r'.*\r', '', said.decode(errors='replace').replace('\r\n', '\n')).rstrip()
+    return re.sub(r'.*\r|\033\[[\d;]*[A-Za-z]', '', said.decode(errors='replace').replace('\r\n', '\n')).rstrip()

@@ -51,7 +51,8 @@ if how == 'waits':
     open(f'{folder}/pid', 'w').write(str(os.getpid()))
     time.sleep(10_000)
 if how == 'fails':
-    print('\\r 40% |##   | 2/5' * sys.stderr.isatty() + '\\rerror: no space', file=sys.stderr)
+    bar, red, plain = ('\\r 40% |##   | 2/5\\r', '\\033[31m', '\\033[0m') if sys.stderr.isatty() else ('', '', '')
+    print(f'{bar}{red}error:{plain} no space', file=sys.stderr)
     print(os.get_terminal_size(2)[0] if sys.stderr.isatty() else 'no terminal')
     sys.exit(3)
 open(f'{folder}/{name}', 'w').close()
@@ -167,7 +168,7 @@ def test_warnings_are_shown_and_the_rest_is_in_the_log(made, tmp_path, capfd):
 
 @pytest.mark.parametrize('shown', ['plain', 'on a terminal'])
 def test_the_error_of_a_step_is_on_the_screen_and_in_the_log(made, tmp_path, shown):
-    """On a terminal the step has one too, as wide, for its bars; the log has no bars."""
+    """On a terminal the step has one too, as wide, for its bars; the log has neither bars nor colours."""
     ours, its = os.openpty() if shown == 'on a terminal' else os.pipe()
     if shown == 'on a terminal':
         fcntl.ioctl(its, termios.TIOCSWINSZ, struct.pack('4H', 40, 123, 0, 0))
@@ -183,8 +184,8 @@ def test_the_error_of_a_step_is_on_the_screen_and_in_the_log(made, tmp_path, sho
     work.join()
     assert work.exitcode == 0
     screen, log = os.read(ours, 2**12).decode(), (tmp_path / 'log.txt').read_text()
-    assert 'error: no space' in screen and ('40%' in screen) == (shown == 'on a terminal')
-    assert log.count('error: no space') == 1 and '40%' not in log and r'\r' not in log
+    assert 'no space' in screen and ('40%' in screen) == ('\033[31m' in screen) == (shown == 'on a terminal')
+    assert log.count('error: no space') == 1 and '40%' not in log and r'\r' not in log and r'\x1b' not in log
     assert ('123' if shown == 'on a terminal' else 'no terminal') in log
 
 

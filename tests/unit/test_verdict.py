@@ -1,4 +1,5 @@
-"""Ship: INT8 is the verdict only if speed and accuracy allow it, what is said fits, and the page shows texts as texts."""
+"""Ship: INT8 is the verdict only if speed and accuracy allow it, what is said fits, and the page shows texts as texts;
+and what comes after a good score."""
 
 import base64
 import math
@@ -12,9 +13,11 @@ from PIL import Image
 from models.deploy.ship.verdict import Outcome, against_int8, sentence, would_change
 from utils.qat.benchmark.baseline import Gain
 from utils.qat.config.ship import ShipConfig
+from utils.qat.config.tables import TARGETS
 from utils.qat.core.page import fold, write_page
 from utils.qat.core.text import code, escaped, image, markdown_table
 from utils.qat.evaluation.interval import UNKNOWN, within_interval
+from utils.qat.vendors.next_step import after_scoring
 
 
 def outcome(speedup=1.3, difference=-0.002, half_width=0.004):
@@ -134,3 +137,22 @@ def test_both_pages_have_the_same_words(tmp_path):
     words = re.findall(r'[\w.]+', ' '.join(Tags(html[html.index('<body>') :]).text))
     assert words == re.findall(r'[\w.]+', re.sub('<.*?>', '', plain))
     assert 'python qat.py\n\n# a comment</pre>' in html
+
+
+# ---- the command that follows a good score ------------------------------------------------------------------------------
+
+FOLLOWING = {  # file, target, backend that scored it → the end of the command
+    ('m.onnx', 'tensorrt', None): ('build_engine.py m.onnx', 'audit_onnx.py m.onnx'),
+    ('m.onnx', 'tensorrt', 'openvino'): ('benchmark_trt.py m.onnx --backend openvino',),
+    ('m.onnx', 'onnxruntime', None): ('benchmark_trt.py m.onnx --backend onnxruntime',),
+    ('m.onnx', 'openvino', 'onnxruntime'): ('benchmark_trt.py m.onnx --backend openvino',),
+    ('m-end2end.onnx', 'litert', None): ('export_qat.py --weights m.pt --include litert --imgsz 64',),
+    ('m.pt', 'openvino', None): ('export_qat.py --weights m.pt --include openvino --imgsz 64',),
+    ('m.xml', 'openvino', None): ('benchmark_trt.py m.xml',),
+}
+
+
+@pytest.mark.parametrize(('file', 'target', 'backend'), FOLLOWING)
+def test_the_next_step_is_of_the_target(file, target, backend):
+    said = after_scoring(Path(file), (64, 64), TARGETS[target], backend)
+    assert said.endswith(FOLLOWING[file, target, backend]), said

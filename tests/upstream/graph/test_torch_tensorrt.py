@@ -254,13 +254,9 @@ def test_without_torch_tensorrt(small):
 @pytest.mark.parametrize(
     'options, message',
     [
-        ({'workspace': 3}, '--workspace: only with --include torch_tensorrt'),
         ({'include': ('torch_tensorrt',), 'dynamic': True}, '--batch-size'),
         ({'include': ('torch_tensorrt',), 'verify': Path('data.yaml')}, 'val_trt.py'),
         ({'include': ('torch_tensorrt',), 'half': True}, '--dtype'),
-        ({'include': ('torch_tensorrt',), 'formats': ('onnx',)}, '--formats onnx: must be of ep, ts, engine'),
-        ({'half': True}, '--half: only with --trt 11'),
-        ({'include': ('openvino_end2end',), 'nms': 'plugin'}, 'OpenVINO takes --nms standard'),
     ],
 )
 def test_options_that_do_not_fit(small, options, message):

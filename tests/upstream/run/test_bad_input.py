@@ -49,12 +49,7 @@ qat.py quantize --weights {single} --hyp {hyp} --data {data} --imgsz 64 --worker
     --data {wrong}/list.yaml --hyp {wrong}/none.yaml | --hyp; no such file
     --hyp {wrong}/hyp.yaml             | --hyp; hsv_h; missing
     --iters 0                          | --iters 0; 1 or more; --epochs 0
-    --iters -3 --batch-size 0          | --iters -3; --batch-size 0
     --iters many                       | --iters; 'many'
-    --calib-method best                | --calib-method; mse; percentile
-    --task-loss -1                     | --task-loss -1.0: must be 0 (labels do not count) or more
-    --task-loss nan                    | --task-loss nan
-    --val-split 1                      | --val-split 1.0; [0, 1)
     --val-split 0.01                   | --val-split 0.01; 12 images, of which 0
     --val-split 0.1 --epochs 0         | --val-split 0.1; --epochs 0
     --percentile 99                    | --percentile 99: only with --calib-method percentile
@@ -63,7 +58,6 @@ qat.py quantize --weights {single} --hyp {hyp} --data {data} --imgsz 64 --worker
     --device mps                       | --device mps: not available here; use --device cpu
     --project {single}                 | single.pt
     --imgsz 641                        | --imgsz 641:; multiples of 32; 640 or 672
-    --imgsz 100000                     | --imgsz 100000 100000: must lie in 32 to 8192
     --imgsz 128 96                     | --hyp; augmented images are squares; one number for --imgsz
     --keep-float 1                     | needs --sensitive
     --max-drop 1                       | needs --sensitive
@@ -75,8 +69,6 @@ qat.py quantize --weights {single} --hyp {hyp} --data {data} --imgsz 64 --worker
     --activation relu6                                           | computes it no faster than a ReLU; use relu
     --activation-only model.0          | needs --activation
     --activation relu --activation-only model.77                | matches no quantized layer
-    --activation relu --activation-epochs 0                     | must be 1 or more
-    --activation gelu                  | must be one of auto, keep, polynomial, relu
     --weights resnet9 --dry-run        | no network of torchvision
 qat.py quantize --imgsz 64 --device cpu
                                        | required: --weights
@@ -94,11 +86,9 @@ qat.py eval --weights {quantized} --data {data} --imgsz 64 --workers 0 --device 
     --baseline none.pt                 | --baseline; no such file
     --baseline {segmenter}             | --baseline; a segmentation model, unlike; give the model that
     --baseline {files}/float.onnx --imgsz 96                    | --imgsz 96; float.onnx; takes 64 x 64
-    --conf-thres 2                     | --conf-thres; [0, 1]
     --data {wrong}/classes.yaml        | 2 classes; the model has 10
     --imgsz 100 128                    | --imgsz 100 128:; 96 128 or 128
     --overlap                          | --overlap; only for a segmentation model
-    --mask-ratio 4                     | --mask-ratio; only for a segmentation model
     --mask-downsample-ratio 2          | --mask-ratio; only for a segmentation model
 val_trt.py --weights {files}/int8.onnx --device cpu --data {data} --imgsz 64 --workers 0
     --weights {single}                 | single.pt; .engine or .onnx
@@ -109,26 +99,18 @@ val_trt.py --weights {files}/int8.onnx --device cpu --data {data} --imgsz 64 --w
     --imgsz 640                        | --imgsz 640; 64 x 64
     --backend tensorrt                 | --backend tensorrt: TensorRT does not run .onnx files
     --backend rtx                      | give onnxruntime or openvino
-    --iou-thres 2                      | --iou-thres; [0, 1]
 export_qat.py --weights {quantized} --imgsz 64
     --opset 9                          | --opset 9; 13
-    --include engine                   | --include engine; onnx, onnx_end2end
     --imgsz 100                        | --imgsz 100:; multiples of 32; 96 or 128
     --imgsz 64 100                     | --imgsz 64 100; 64 96 or 64 128
-    --imgsz 8                          | --imgsz; 32 to 8192
     --include pt2 --half               | --half: not with --include pt2
     --include onnx pt2 --half          | --trt 11
     --include aoti --half --device cpu | --half
-    --include litert --half            | --half: not with --include litert
     --include litert --dynamic         | --dynamic: not with --include litert
     --include openvino_end2end --nms plugin                     | OpenVINO takes --nms standard
     --backend openvino                 | --backend: only with --verify
     --verify-images 3 --max-ap-diff 1  | --verify-images, --max-ap-diff: only with --verify
     --nms plugin --topk-all 10         | --topk-all, --nms: only with --include onnx_end2end
-    --pooler-scale 0.5                 | only with --include onnx_end2end
-    --nms fast --include onnx_end2end  | --nms fast; plugin, standard
-    --include onnx_end2end --conf-thres -0.1 --iou-thres 1.1    | --conf-thres -0.1; --iou-thres 1.1; [0, 1]
-    --include onnx_end2end --conf-thres nan                     | --conf-thres nan; [0, 1]
     --include onnx_end2end --nms plugin --iou-thres 0           | --iou-thres 0; EfficientNMS_TRT; --nms standard
     --include onnx_end2end --nms plugin --topk-all 4097         | --topk-all 4097; 1 to 4096; --nms plugin
     --include onnx_end2end --topk-all 3841                      | --topk-all 3841; 1 to 3840; --nms standard
@@ -138,29 +120,20 @@ export_qat.py --weights {quantized} --imgsz 64
     --include onnx_end2end --mask-resolution 28 --sampling-ratio 1 | --mask-resolution, --sampling-ratio: only for a segmentation model
     --workspace 3                      | --workspace: only with --include torch_tensorrt
     --include pt2 --trt 8 --simplify   | --trt, --simplify: only with --include onnx or onnx_end2end or openvino or openvino_end2end
-    --include litert --opset 16        | --opset: only with --include onnx
     --weights {segmenter} --include onnx_end2end --nms plugin   | --nms plugin: EfficientNMS_TRT does not tell
     --weights {segmenter} --include onnx_end2end --nms plugin --trt 11 | --nms plugin:; a segmentation model takes --nms standard
     --weights {segmenter} --include onnx_end2end --opset 15     | --opset 15: masks take RoiAlign of opset 16
-    --weights {segmenter} --include onnx_end2end --mask-resolution 0 --sampling-ratio -1 | --mask-resolution 0: must lie in 1 to 1024; --sampling-ratio -1
-    --weights {segmenter} --include onnx_end2end --pooler-scale nan | --pooler-scale nan
     --weights {segmenter} --include onnx_end2end --pooler-scale 0.5 | --pooler-scale 0.5: must be one of 0.25
     --weights {classifier} --include openvino_end2end           | NMS is for detectors
     --weights {classifier} --include onnx_end2end --topk-all 10 | --topk-all: only for detectors
     --verify {wrong}/none.yaml         | --verify; no such file
     --verify {wrong}/classes.yaml      | --verify; 2 classes; the model has 10
     --verify {wrong}/class.yaml        | 00003.txt; class 10; 0..9
-    --verify {data} --verify-images -1 --max-ap-diff 2          | --verify-images -1; --max-ap-diff 2
 export_yoloV9.py -w {single}
     -s 100                             | --size 100: must be multiples of 32, the stride of the model, such as 96 or 128
-    -s 64 70                           | --size 64 70: must be multiples
-    -s 0                               | --size 0 0: must lie in 32 to 8192
-    -s 64 64 64                        | --size 64 64 64: one number, or height and width
     --dynamic --batch 4                | --dynamic, --batch 4: give one of the two
-    --batch 0                          | --batch 0: must be 1 or more
     --opset 12                         | --opset 12: must lie in 13 to 20 for --trt 10
     --trt 8 --opset 18                 | --opset 18: must lie in 13 to 17 for --trt 8
-    --trt 9                            | --trt 9: must be one of 8, 10, 11
     -w missing.pt                      | --weights missing.pt: no such file
     -w {classifier}                    | reads detections only
 reparameterization.py --save {out}/saved.pt --weights {dual}
@@ -178,7 +151,6 @@ compare_outputs.py --device cpu --batch-size 2
     {files}/a.onnx {files}/b.onnx      | --data, --random; one of the two
     {files}/a.onnx {files}/b.onnx --random 1 --backend onnxruntime,openvino,pt2 | give one, or one for each of the 2 models
     {files}/a.onnx {files}/b.onnx --random 1 --backend pt2      | runs .pt2 files, and neither
-    {files}/a.onnx {files}/b.onnx --random 0                    | --random 0
     {files}/a.onnx {files}/b.onnx --data {data} --seed 3        | --seed 3: only with --random
     {files}/a.onnx {files}/none.onnx --random 1                 | B; none.onnx; no such file
     {files}/a.onnx {classes} --random 1                         | B; not a file
@@ -198,9 +170,7 @@ benchmark_trt.py --device cpu
     {files}/float.onnx --precision bf16 --backend onnxruntime   | BF16 is measured in OpenVINO only
     {files}/float.onnx --precision fp16 --backend onnxruntime   | Runtime computes in the types of the file
     {files}/float.pt --precision fp16  | FP16 is for GPUs
-    {files}/float.onnx --precision int4 | must be of fp32, bf16, fp16, int8
     {files}/float.onnx --backend tensorrt | TensorRT: needs an NVIDIA GPU
-    {files}/float.onnx --backend opencv | must be of tensorrt, rtx, onnxruntime, openvino
     {files}/float.onnx --backend openvino --precision int8      | has no Q/DQ, so nothing in it can be INT8
     {files}/int8.onnx --backend openvino --precision fp32       | give the float model for FP32
     {files}/half.onnx --backend openvino --batch 2              | fixed batch of 1
@@ -208,16 +178,13 @@ benchmark_trt.py --device cpu
     {files}/net.onnx --imgsz 64 --backend pytorch               | there is no net.pt beside it
     {files}/net.onnx                   | --imgsz: ; leaves the image size of x open
     {files}/float.onnx --imgsz 96      | --imgsz 96 96: ; takes 64 x 64
-    {files}/float.onnx --imgsz 96 64 32 | --imgsz
     {files}/float.pt --imgsz 100000    | --imgsz 100000: ; each at most 8192
     {files}/float.pt --imgsz 100       | must be multiples of 32
     {files}/half.onnx --batch 8        | fixed batch of 1
     {files}/float.onnx --baseline none.onnx | --baseline none.onnx: no such file
     {files}/float.onnx --data none.yaml | --data none.yaml: no such file
-    {files}/float.pt --imgsz 64,no     | --imgsz 64,no: must be one number
     {files}/float.onnx --batch 1,two   | --batch 1,two: must be numbers
     {files}/float.onnx --batch 0       | --batch 0: must be numbers
-    {files}/float.onnx --duration 0    | --duration 0.0: must be more than 0
     {files}/float.onnx --warmup 5min   | --warmup 5min: must be a time such as 500ms
     {files}/float.onnx --warmup -1     | --warmup
     {wrong}/broken.onnx                | no valid ONNX file
@@ -230,7 +197,6 @@ scripts/infer_onnx.py --device cpu
     {images} {images}                  | MODEL
     {files}/float.onnx missing         | missing: no such image, nor a folder with images
     {files}/float.onnx                 | arguments are required: IMAGE|FOLDER
-    {files}/float.onnx {images} --conf-thres 25                 | --conf-thres 25.0: must lie in [0, 1]
     {wrong}/plugin.onnx {images}       | its NMS is EfficientNMS_TRT, which TensorRT alone has
 scripts/draw_engine.py
     --layer {out}/none.json            | none.json; no such file
@@ -255,7 +221,6 @@ scripts/voc_to_yolo.py
 demo/make_data.py --out {out}/data
     --task pose                        | --task: invalid choice: 'pose'
     --train 0                          | --train: '0' is not a whole number
-    --val -1                           | --val: '-1' is not a whole number
     --size big                         | --size
     --out {wrong}                      | choose another folder
 scripts/verify_tensorrt.py --weights {quantized} --float {single} --data {data}

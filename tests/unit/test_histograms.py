@@ -3,8 +3,7 @@
 import numpy as np
 import pytest
 import torch
-from helpers.commands import image, sampled
-from pytorch_quantization.calib import HistogramCalibrator, MaxCalibrator
+from helpers.commands import sampled
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from models.quantize.calibration.calibrate import BINS, MIN_EXPONENT, SEARCH, Histogram, bin_width
@@ -172,34 +171,3 @@ def test_rows_are_searched_as_if_alone(method):
     assert torch.allclose(together, alone, rtol=1e-3), (
         'sums of more rows may end otherwise, which decides between bins of equal error'
     )
-
-
-def librarys(monkeypatch, x, method, bins):
-    """The amax [] that the calibrators of pytorch_quantization find for `x`."""
-    monkeypatch.setattr(torch.Tensor, 'cuda', lambda self: self)  # it insists on a GPU for arithmetic that needs none
-    if method == 'max':
-        calibrator = MaxCalibrator(8, None, False)
-        calibrator.collect(x)
-        return calibrator.compute_amax()
-    calibrator = HistogramCalibrator(8, None, False, num_bins=bins)
-    calibrator.collect(x.abs())
-    return calibrator.compute_amax(method, **({'percentile': 99.9} if method == 'percentile' else {}))
-
-
-ALIKE = {
-    'activations': activations(3),
-    'heavy tail': activations(4) ** 3,
-    'uniform': image(size=82).flatten(),
-    'two peaks': torch.cat((activations(5), 6 + 0.1 * activations(6, 500))),
-    'zeros': activations(7).clamp(min=0),
-    'few': activations(8, 600),
-}
-
-
-@pytest.mark.parametrize('method', ['mse', 'percentile', 'max'])
-@pytest.mark.parametrize('x', sampled(ALIKE.values(), 3), ids=ALIKE)
-def test_agrees_with_the_library_to_a_bin(x, method, monkeypatch):
-    """Both have the same bins: our last edge is a power of two, so the largest value is put one bin above it."""
-    x = x / x.abs().max() * (1 + 2**-11 - 2**-22)
-    expected = librarys(monkeypatch, x, method, BINS // 2 + 1).item()
-    assert abs(search(method, x, percentile=99.9) - expected) <= 1.01 / (BINS // 2)

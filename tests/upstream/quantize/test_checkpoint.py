@@ -4,12 +4,11 @@ import pickle
 
 import pytest
 import torch
-from helpers.faults import archive, sampled
+from helpers.faults import archive
 from helpers.fresh import fresh
 from helpers.zoo import (
     SMALL,
     calibrated,
-    full,
     image,
     load_any,
     load_float,
@@ -24,7 +23,6 @@ from models.quantize import blocks
 from models.quantize.blocks import is_quantized
 from models.quantize.checkpoint import CheckpointFile, save_model
 from models.quantize.quantizers import Quantizer, SiLUQuantizer
-from models.quantize.scales import shared_scales
 from utils.qat.config.tables import load_target
 from utils.qat.core.errors import QatError
 from utils.qat.core.files import sha256
@@ -79,16 +77,6 @@ def test_a_fresh_process_computes_the_same(request, files, loader, tmp_path):
     assert not same(output(files.float_model(), images)[0], expected[0]), 'it is quantized'
 
 
-@pytest.mark.parametrize('name', sampled(full('gelan-c-dseg', 'yolov9-c-dseg'), 2))
-def test_so_it_is_with_the_other_heads(name, tmp_path):
-    """DSegment, and DualDSegment, which reparameterization turns into a DSegment."""
-    model = single(name)
-    calibrated(model, [image(batch=2)])
-    save_model(tmp_path / 'model.pt', model, {}, '0' * 64)
-    assert type(model.model[-1]).__name__ == 'DSegment' and 'proto' in str(shared_scales(model))
-    assert same(in_a_fresh_process(tmp_path / 'model.pt', image(), tmp_path), output(model, image()))
-
-
 def test_class_paths_are_a_file_format(demo):
     """People have files with these names on disk. Add to this set; never change it."""
     ours = {name for name in read_archive(demo.quantized).names if name.startswith(('models.quantize', 'utils.qat'))}
@@ -128,15 +116,6 @@ def test_saving_changes_neither_the_model_nor_its_output(small, tmp_path):
     assert same(state(again), before) and not again.training and not [p for p in again.parameters() if p.requires_grad]
     assert all(t.dtype == torch.float32 for t in state(again).values() if t.is_floating_point())
     assert [p.name for p in tmp_path.iterdir()] == ['new.pt']
-
-
-def test_half_models_are_saved_with_their_scales_whole(small, tmp_path):
-    """Upstream's val.py converts the model to FP16 and back. Weights lose bits, scales must not."""
-    model = small.quantized_model()
-    scales = {k: v for k, v in state(model).items() if k.endswith('_amax')}
-    save_model(tmp_path / 'new.pt', model.half().float(), {}, sha256(small.single))
-    loaded = state(load_quantized(tmp_path / 'new.pt')[0])
-    assert scales and same({k: loaded[k] for k in scales}, scales)
 
 
 def test_provenance(small):

@@ -116,26 +116,6 @@ def test_an_epoch_is_at_most_iters_and_at_most_the_loader(small, epochs, iters, 
 # ---- what is not finite -------------------------------------------------------------------------------------------------
 
 
-class Loader(list):
-    """Loader of good batches in the first epoch and a bad batch in the second."""
-
-    def __iter__(self):
-        self.epoch = getattr(self, 'epoch', 0) + 1
-        yield from LOADER[:2] if self.epoch == 1 else [LOADER[2], torch.full_like(LOADER[0], math.nan)]
-
-
-def test_not_finite_stops_and_keeps_what_was_learnt(small):
-    student = small.quantized_model()
-    epochs = finetune(student, small.float_model(), Loader(LOADER), recipe(epochs=3, iters=2))
-    assert next(epochs).number == 1
-    with pytest.raises(
-        QatError, match=r'not finite from layer model\.0 on \(epoch 2\).*finished epochs are kept.*--lr'
-    ):
-        next(epochs)
-    assert all(t.isfinite().all() for t in state(student).values()), 'the bad step was not taken'
-    assert not any(m._forward_hooks for m in student.modules())
-
-
 def test_the_layer_at_fault_is_named(small):
     student = small.quantized_model()
     index = 5
@@ -205,8 +185,10 @@ def test_what_is_not_finite_leaves_the_weights_of_the_last_good_step(small, amp)
     bad = torch.full_like(LOADER[0], math.nan)
     student = small.quantized_model()
     options = recipe(epochs=1, iters=4, amp=amp)
-    with pytest.raises(QatError, match=r'not finite from layer model\.0 on \(epoch 1\)'):
+    says = r'not finite from layer model\.0 on \(epoch 1\).*finished epochs are kept.*--lr'
+    with pytest.raises(QatError, match=says):
         list(finetune(student, small.float_model(), [*LOADER[:2], bad, LOADER[3]], options))
+    assert not any(m._forward_hooks for m in student.modules())
     expected = small.quantized_model()
     step = TrainingStep(expected, small.float_model(), supervised_layers(expected, 1), options.rate, amp)
     for number, images in enumerate(LOADER[:2]):
@@ -465,19 +447,6 @@ def test_the_labels_add_to_the_loss(small, amp):
     (expected,) = torch.autograd.grad(whole, weight, retain_graph=True)
     assert step.update(outputs, terms, [on_labels, *gradients]).item() == pytest.approx(whole.item())
     assert torch.cosine_similarity(weight.grad.flatten(), expected.flatten(), 0) > 0.999, 'but for its clipped length'
-
-
-def test_the_labels_are_learnt(small):
-    batches = labelled(small)
-
-    def on_labels(task_loss):
-        model, _ = run(
-            small, batches if task_loss else [images for images, _ in batches], epochs=2, task_loss=task_loss
-        )
-        with torch.no_grad():
-            return sum(label_loss(model, 1.0)(raw_maps(model, images), labels).item() for images, labels in batches)
-
-    assert on_labels(1.0) < on_labels(0.0)
 
 
 def test_labels_that_cannot_be_learnt_are_named(small):

@@ -1,23 +1,17 @@
-"""Laws of scale sharing: each quantizer is in one group, a reload keeps it, and the graph needs no requantization."""
+"""Laws of scale sharing: each quantizer is in one group, and a reload keeps it. That the graph needs no more is asked by test_targets.py."""
 
 import math
 from copy import deepcopy
 
-import onnx
-import pytest
 import torch
 from helpers.zoo import build, calibrated, fuse, image, output, same
 
-from models.deploy.formats.onnx import export_onnx
 from models.quantize.checkpoint import CheckpointFile, save_model
 from models.quantize.convert import quantize_model
 from models.quantize.quantizers import named_quantizers
 from models.quantize.scales import scale_groups, tie_scales
 from utils.qat.config.tables import load_target
 from utils.qat.core.files import sha256
-from utils.qat.graph.onnx_graph import constants
-
-MOVES = set('Concat MaxPool Resize Split Slice Reshape Transpose Unsqueeze Gather'.split())  # Q commutes with these
 
 
 def quantized(name):
@@ -79,39 +73,10 @@ def test_what_joins_a_tensor_with_negative_values_is_signed(small):
     assert mixed and not any(model.get_submodule(path).shifts for group in mixed for path in group)
 
 
-@pytest.fixture(scope='module')
-def tied(demo):
-    """The trained demo, tied and calibrated."""
-    model = demo.float_model()
-    calibrated(model, [image(batch=4)])
-    return model
-
-
-def test_sharing_survives_a_reload(tied, demo, tmp_path):
+def test_sharing_survives_a_reload(demo, tmp_path):
+    tied = demo.float_model()
+    calibrated(tied, [image(batch=4)])
     save_model(tmp_path / 'tied.pt', tied, {}, sha256(demo.single))
     again = CheckpointFile(tmp_path / 'tied.pt').load_quantized()[0]
     assert len(activations(again)) == len(activations(tied)) == len(activations(deepcopy(tied)))
     assert same(output(again, image()), output(tied, image()))
-
-
-def test_the_graph_asks_every_tensor_for_one_scale(tied, tmp_path):
-    """Not knowing the groups, follow each Q of the ONNX graph back to the node that computes its values."""
-    export_onnx(tied, tmp_path / 'tied.onnx', (64, 64))
-    graph = onnx.load(tmp_path / 'tied.onnx')
-    values, producer = constants(graph), {o: n for n in graph.graph.node for o in n.output}
-
-    def origins(tensor):
-        node = producer.get(tensor)
-        if node is None or node.op_type not in MOVES:
-            return {tensor}
-        if node.op_type == 'Split':  # its outputs are parts of one tensor
-            return origins(node.input[0])
-        return {o for i in node.input if i and i not in values for o in origins(i)}
-
-    scales = {}
-    for node in graph.graph.node:
-        if node.op_type == 'QuantizeLinear' and node.input[0] not in values:
-            for origin in origins(node.input[0]):
-                scales.setdefault(origin, set()).add(values[node.input[1]].tobytes())
-    assert len(scales) > 100
-    assert {o: len(s) for o, s in scales.items() if len(s) > 1} == {}

@@ -116,15 +116,6 @@ def test_a_saved_model_is_the_same(small, tmp_path):
         assert torch.equal(again(image())[0], model(image())[0])
 
 
-def test_relus_are_learnt(small):
-    model, images = q.load(small.single), image(batch=2)
-    adapted = q.adapt(model, 'relu', 'tensorrt', [images, images], epochs=1)
-    names = {type(m).__name__ for m in adapted.modules()}
-    assert 'ReLU' in names and not names & {'SiLU', 'Exchange'}
-    assert 'SiLU' in {type(m).__name__ for m in model.modules()}, 'the model itself stays'
-    q.prepare(adapted, 'tensorrt')
-
-
 def test_the_sample_is_evenly_spread():
     for number in (1, COMPARED, 2 * COMPARED - 1, 2 * COMPARED, 500):
         sample = Sample()

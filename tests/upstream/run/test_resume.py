@@ -1,6 +1,5 @@
 """Laws of interrupted runs: a resumed run ends like one that was never interrupted."""
 
-import io
 import itertools
 import json
 import re
@@ -13,11 +12,9 @@ import numpy as np
 import pytest
 import torch
 from conftest import REPO
-from helpers.faults import sampled
 from helpers.labelled import copied
-from helpers.zoo import command, image, interrupt, load_any, recipe, same, settings, state
+from helpers.zoo import command, interrupt, load_any, same, settings
 
-from models.quantize.finetuning.loop import Epoch, finetune
 from utils.qat.core.errors import QatError
 from utils.qat.core.machine import versions
 from utils.qat.data.dataset import load_data, load_hyp
@@ -236,30 +233,6 @@ def test_no_augmentation_shows_a_held_out_image(shapes):
         return ((pixels[:, 0] - pixels[:, 1] > 0.4) & (pixels[:, 2] - pixels[:, 1] > 0.4)).float().mean()
 
     assert purple(split) < 1e-3 and purple(shapes) > 0.1
-
-
-# ---- fine-tuning --------------------------------------------------------------------------------------------------------
-
-LOADER = [image(64, 1, seed) for seed in range(4)]
-
-
-@pytest.mark.parametrize('amp', sampled(['off', 'bf16'], 2))
-def test_fine_tuning_goes_on_from_every_epoch(small, amp):
-    config = recipe(epochs=3, iters=1, lr=1e-3, amp=amp)
-    student, finished = small.quantized_model(), []
-    for epoch in finetune(student, small.float_model(), LOADER, config):
-        finished.append((epoch, state(student)))
-    for last, weights in finished:
-        stored = io.BytesIO()
-        torch.save(vars(last), stored)
-        stored.seek(0)
-        after = Epoch(**torch.load(stored, weights_only=True))
-        other = small.quantized_model()
-        epochs = finetune(other, small.float_model(), LOADER, config, after=after)
-        assert next(epochs) is after and same(state(other), weights)
-        assert [e.loss for e in epochs] == [e.loss for e, _ in finished[last.number :]]
-        assert same(state(other), finished[-1][1])
-        assert same(after.state, last.state), 'what is gone on from is not written to'
 
 
 # ---- --resume -----------------------------------------------------------------------------------------------------------

@@ -14,7 +14,6 @@ import pytest
 from helpers.faults import sampled
 from helpers.graphs import FLOAT, INT8_BLOCK, between_quantized, copy, graph_of, node, with_values
 from helpers.segmenters import CLASSES, NM, segmenter
-from helpers.zoo import build, calibrated, fuse, image
 
 from models.deploy.formats.deepstream import deepstream_layout
 from models.deploy.formats.onnx import export_onnx
@@ -194,19 +193,6 @@ def test_an_engine_of_a_whole_model(exported, kind, options, typing, layout):
     batch = -1 if options.get('dynamic') else 1
     assert done.inputs == {given: ('FLOAT', (batch, 3, 64, 64))}
     assert done.outputs == {made: ('FLOAT', (batch, *shape))}
-
-
-@pytest.mark.faults
-@pytest.mark.full_tree
-def test_engines_of_gelan(tmp_path):
-    """A whole model of upstream's, static, at the lowest opset with FP16 scales."""
-    model = fuse(build('gelan-t'))
-    calibrated(model, [image()], tie=False, calib_method='max')
-    export_onnx(model, tmp_path / 'model.onnx', (64, 64), opset=19)
-    graph, int8 = onnx.load(tmp_path / 'model.onnx'), sum(isinstance(m, QuantConv2d) for m in model.modules())
-    assert_compiled(graph, compile_graph(graph), int8)
-    typed = to_half(copy(graph))
-    assert_compiled(typed, compile_graph(typed), int8)
 
 
 # ---- NMS inside -----------------------------------------------------------------------------------------------------------

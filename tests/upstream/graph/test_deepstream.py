@@ -8,10 +8,9 @@ import numpy as np
 import onnx
 import pytest
 import torch
-from helpers import classifiers
 from helpers.faults import sampled
 from helpers.graphs import copy, dims, metadata, model_of, run_onnx
-from helpers.zoo import output, program, same
+from helpers.zoo import program
 from onnx import TensorProto
 
 from models.deploy.formats.deepstream import deepstream_config, deepstream_layout
@@ -195,13 +194,6 @@ def test_with_a_project_all_files_are_there(small, tmp_path, monkeypatch):
     assert {p.name for p in Path('a/b').iterdir()} == made and set(small.single.parent.iterdir()) == before
 
 
-def test_the_main_branch_of_a_dual_checkpoint(small):
-    """From a dual checkpoint, the command exports the model that reparameterization.py makes."""
-    images = torch.from_numpy(images_of(1, 64, 64))
-    (dual, _), (single, _) = (CheckpointFile(file).load_any() for file in (small.dual, small.single))
-    assert same(output(dual, images), output(single, images))
-
-
 def test_dynamic_with_a_batch_of_1_is_what_it_was(small, tmp_path, monkeypatch):
     """DeepStream-Yolo's script allows these two options together."""
     monkeypatch.chdir(tmp_path)
@@ -243,10 +235,3 @@ def test_masks_in_the_layout_of_its_other_parser(demo_seg, tmp_path, monkeypatch
         found = np.concatenate((boxes[i], scores[i], classes[i]), 1)
         assert np.abs(found[:n] - rows[:, :6].numpy()).max() < 1e-3 and not found[n:].any() and not masks[i, n:].any()
         assert np.abs(masks[i, :n].reshape(n, -1) - of_rows.numpy()).max() < 1e-3
-
-
-def test_a_classifier_is_refused(tmp_path, monkeypatch, capsys):
-    classifiers.save(classifiers.build('mobilenet_v2'), tmp_path / 'cls.pt')
-    monkeypatch.chdir(tmp_path)
-    assert run_command(export_yolov9, ['-w', 'cls.pt', '-s', '64']) == 2
-    assert 'a classifier' in capsys.readouterr().err

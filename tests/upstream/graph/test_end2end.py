@@ -12,7 +12,7 @@ from helpers import classifiers
 from helpers.faults import sampled
 from helpers.graphs import copy, dims, metadata, model_of, node, run_onnx
 from helpers.labelled import val_images
-from helpers.segmenters import NM, SEGMENTERS, segmenter
+from helpers.segmenters import NM, segmenter
 from helpers.zoo import command, program
 from onnx import TensorProto, helper
 from torchvision.ops import roi_align
@@ -26,7 +26,6 @@ from models.deploy.formats.onnx_end2end import (
     export_end2end,
     made_predictions,
     require_detections,
-    torch_detections,
     torch_masks,
     torch_nms,
 )
@@ -245,15 +244,6 @@ def test_every_opset(version):
         rows = torch_nms(torch.from_numpy(predictions), nms, 4)
         for masks, wanted in zip(found, masks_of_prototypes(rows, torch.from_numpy(prototypes), pooling)):
             assert np.abs(masks - wanted).max() < 1e-5
-
-
-def test_empty_and_full_images_in_one_batch():
-    (predictions, prototypes), nms = crowd_with_masks(3), Nms('standard', 5)
-    predictions[1, 4:7] = 0
-    rows, masks = run_bare(bare(nms, 3, nm=4), predictions, prototypes)
-    assert [len(r) for r in rows] == [len(m) for m in masks] == [5, 0, 5]
-    predictions[:, 4:7] = 0
-    assert [len(r) for r in run_bare(bare(nms, 3), predictions[:, :7])] == [0, 0, 0]
 
 
 @pytest.mark.parametrize('nm', [1, 32])
@@ -489,39 +479,6 @@ def test_a_threshold_in_the_metadata_is_a_score_or_unknown(exported, tmp_path):
     for text, read in {'0': 0, '0.25': 0.25, '1': 1, '1.5': None, '-0.1': None, 'nan': None, 'high': None}.items():
         onnx.save(set_metadata(model, conf_thres=text), tmp_path / 'model.onnx')
         assert open_file(tmp_path / 'model.onnx').conf_thres == read, text
-
-
-@pytest.mark.parametrize('settings', sampled([{}, {'class_agnostic': True}, {'topk_all': 3}], 2), ids=str)
-@pytest.mark.parametrize('name, sizes', sampled([('int8 of 4', [4]), ('float open', [1, 4]), ('typed', [1, 4])], 3))
-@pytest.mark.parametrize('head', SEGMENTERS)
-def test_detections_and_masks_are_those_outside(exported, tmp_path, head, name, sizes, settings):
-    """Likewise; outside, prototypes are cut out one by one."""
-    nms, pooling = Nms('standard', **{'topk_all': 30, **settings}), Pooling(28)
-    export_end2end(exported(head, name), tmp_path / 'model.onnx', nms, pooling)
-    for part in [part for size in sizes for part in made_images(4, WIDE).split(size)]:
-        given = {'images': part.numpy()}
-        plain, prototypes = map(torch.from_numpy, run_onnx(exported(head, name), given))
-        wanted = torch_nms(plain, nms, NM)
-        found = detections(run_onnx(tmp_path / 'model.onnx', given))
-        assert len(found[0]) == len(part) == len(wanted)
-        for rows, masks, each, other in zip(*found, wanted, masks_of_prototypes(wanted, prototypes, pooling)):
-            assert np.array_equal(rows, each[:, :6].numpy()) and len(rows) >= 3
-            assert np.abs(masks - other).max() < 1e-4
-            assert np.ptp(masks) > 0.05, 'there is something to see'
-
-
-def test_outside_is_inside(exported, tmp_path):
-    """The reference of --verify equals detections made from the plain file's outputs."""
-    nms, pooling = Nms('standard', 20), Pooling(40)
-    export_end2end(exported('Segment', 'int8 open'), tmp_path / 'model.onnx', nms, pooling)
-    images = made_images(2, WIDE)
-    wanted = torch_detections(open_file(exported('Segment', 'int8 open'))(images), WIDE, nms, pooling)
-    found = open_file(tmp_path / 'model.onnx')(images)
-    assert [len(d) for d in found] == [len(d) for d in wanted] and min(map(len, found)) > 3
-    for ours, theirs in zip(found, wanted):
-        assert torch.equal(ours.rows, theirs.rows) and torch.allclose(ours.masks.crops, theirs.masks.crops, atol=1e-4)
-        fine = ours.masks.fine()
-        assert (fine != theirs.masks.fine()).float().mean() < 1e-3 and 0.01 < fine.mean() < 0.9
 
 
 def test_torch_nms_is_upstreams(predictions):

@@ -13,7 +13,7 @@ import torch
 from conftest import REPO
 from helpers import classifiers
 from helpers.faults import answer, sampled
-from helpers.zoo import DUAL, SEGMENT, SINGLE, SMALL, command, deployed
+from helpers.zoo import DUAL, SEGMENT, SINGLE, SMALL, deployed
 
 from models.deploy.decomposed import GriddedWeight, StoredWeight
 from models.quantize.blocks import QuantResidual
@@ -179,33 +179,12 @@ def written(small, tmp_path_factory):
 
 @needs_litert
 @pytest.mark.parametrize('share', [0, 0.1, 0.9])
-@pytest.mark.parametrize('command', ['val_trt.py', 'scripts/infer_onnx.py'])
-def test_a_file_that_is_cut_short_is_refused_in_one_line(command, share, written, small, capfd, tmp_path):
+def test_a_file_that_is_cut_short_is_refused_in_one_line(share, written, small, capfd, tmp_path):
     cut = tmp_path / 'cut.tflite'
     cut.write_bytes(written.read_bytes()[: int(share * written.stat().st_size)])
     scored = '--weights', cut, '--data', small.data, '--imgsz', SIDE, '--project', tmp_path / 'runs'
-    argv = {'val_trt.py': scored, 'scripts/infer_onnx.py': (cut, an_image(small))}[command]
-    code, line = answer(command, (*argv, '--device', 'cpu'), capfd, tmp_path, leaves=['runs'])
+    code, line = answer('val_trt.py', (*scored, '--device', 'cpu'), capfd, tmp_path, leaves=['runs'])
     assert code == 2 and f'{cut}: LiteRT' in line
-
-
-def an_image(small):
-    return min((small.data.parent / 'images/val').iterdir())
-
-
-def postprocess(model, image):
-    """Detections that infer_onnx.py prints of an image: [n, 6], class, score, box in pixels."""
-    argv = model, image, '--imgsz', SIDE, '--conf-thres', 0.02, '--device', 'cpu'
-    lines = command('scripts/infer_onnx.py', *argv).splitlines()
-    return np.float32([line.split()[1:] for line in lines if line.startswith(f'{image.name}: ')])
-
-
-@needs_litert
-def test_the_client_finds_in_it_what_it_finds_in_the_checkpoint(written, small):
-    """The printed digits may differ in the last one: other kernels add up in another order."""
-    ours, theirs = (postprocess(model, an_image(small)) for model in (written, small.single))
-    assert len(ours) > 3 and ours.shape == theirs.shape
-    assert np.abs(ours - theirs).max(0).tolist() <= [0, 0.0021, *[0.21] * 4]
 
 
 @needs_litert

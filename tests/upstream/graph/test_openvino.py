@@ -21,7 +21,7 @@ from helpers.faults import sampled
 from helpers.fresh import fresh
 from helpers.graphs import assert_same_outputs, copy, graph_of, run_onnx
 from helpers.segmenters import segmenter
-from helpers.zoo import DUAL, FLIPS, SEGMENT, SINGLE, command, full, image, share_of_float
+from helpers.zoo import FLIPS, command, image, share_of_float
 
 from models.deploy.agreement import made_images, output_differences
 from models.deploy.formats.deepstream import deepstream_layout
@@ -73,17 +73,6 @@ def assert_integers(file, batch=1):
 
 
 # ---- in integers ----------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.faults
-@pytest.mark.parametrize('name', [*DUAL, *SINGLE, *full('yolov9', 'gelan'), *SEGMENT])
-def test_all_that_is_quantized_runs_in_integers(name, tmp_path):
-    exported(name, tmp_path / 'model.onnx')
-    session = assert_integers(tmp_path / 'model.onnx')
-    int8 = len(session.int8.convs) - len(session.int8.by_design)
-    assert str(session.int8).startswith(f'INT8: {int8} of {len(session.int8.convs)} convolutions')
-    assert ('float by design' in session.notes[1]) == bool(session.int8.by_design)
-    assert 'INT8 and FP32' in session.notes[0]
 
 
 KINDS = {

@@ -8,7 +8,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
-import onnx
 import pytest
 import torch
 from conftest import REPO
@@ -32,17 +31,14 @@ from helpers.zoo import (
 )
 from utils.general import coco80_to_coco91_class
 
-from models.deploy.formats.onnx import export_onnx
 from models.quantize.calibration.divergence import ClassScores
 from models.quantize.calibration.ptq import CANDIDATES, CORRECTED
-from models.quantize.quantizers import named_quantizers
 from utils.qat.backends.pytorch import TorchModel
 from utils.qat.core.log import quiet_upstream
 from utils.qat.data.dataset import load_data
 from utils.qat.data.loaders import Loaders
 from utils.qat.evaluation.classes import distance
 from utils.qat.evaluation.evaluate import evaluate
-from utils.qat.graph.onnx_graph import constants
 from utils.qat.vendors.load import open_file
 
 CPU = torch.device('cpu')
@@ -379,20 +375,6 @@ def test_verify_writes_the_comparison_beside_the_file(job):
         assert f'{result["matched"]:.2%}' in said
     if job.task == 'segment':
         assert all(result[key] is not None for key in ('matched_mask', 'coefficients', 'prototypes'))
-
-
-@of_segment
-def test_int8_in_onnx_runtime_is_int8_in_pytorch(job, tmp_path):
-    """AP and scales. AP of 24 images alone would not tell INT8 from float; for outputs see test_onnx_export.py."""
-    model, data = load_quantized(job.best)[0], load_data(job.data, masks=True)
-    export_onnx(model, tmp_path / 'model.onnx', (job.size, job.size), dynamic=True, simplify=True)
-    predict = open_file(tmp_path / 'model.onnx')
-    assert (predict.task.name, predict.nc, predict.names) == ('segment', 10, model.names)
-    more = replace(data, val=[*data.val, *data.train])
-    assert_same_ap(*(job.score(each, square=True, data=more) for each in (predict, TorchModel(model))))
-    numbers = (v for v in constants(onnx.load(tmp_path / 'model.onnx')).values() if v.size == 1 and v.dtype.kind == 'f')
-    scales = {q.scale.item() for _, q in named_quantizers(model) if q._axis is None}
-    assert scales <= set(map(float, numbers)), 'bit for bit'
 
 
 def test_several_files_are_scored_side_by_side(job, small):

@@ -21,7 +21,6 @@ from models.quantize.finetuning.loop import supervised_layers
 from models.quantize.finetuning.training_step import TrainingStep
 from utils.qat.backends.pytorch import TorchModel
 from utils.qat.config.qat import EvalConfig
-from utils.qat.core import distributed
 from utils.qat.core.errors import QatError
 from utils.qat.core.machine import select_device
 from utils.qat.data.dataset import load_data
@@ -391,13 +390,3 @@ def test_device_of_a_process(monkeypatch, world, gpus, text, says):
     else:
         with pytest.raises(QatError, match=says):
             select_device(text)
-
-
-def test_without_torchrun_there_is_one():
-    assert (distributed.rank(), distributed.world_size(), distributed.is_first()) == (0, 1, True)
-    distributed.join(CPU)
-    thing, tensor = object(), torch.ones(2)
-    assert distributed.from_first(thing) is thing and distributed.merged([thing]) == [thing]
-    assert distributed.all_reduce(tensor) is tensor and tensor.tolist() == [1, 1]
-    assert not torch.distributed.is_initialized()
-    distributed.leave()

@@ -47,30 +47,6 @@ def test_threads_of_pytorch_sleep():
     assert 3 * busy(SET) < busy(SET, OMP_WAIT_POLICY='active')
 
 
-@pytest.mark.faults
-def test_processes_that_are_started(tmp_path):
-    """Workers of a DataLoader, and the processes of torchrun, which are new interpreters."""
-    (tmp_path / 'command.py').write_text(
-        textwrap.dedent(f"""
-        import os, sys
-        sys.path.insert(0, {str(TREE)!r})
-        {SET}
-        assert 'torch' not in sys.modules
-        from torch.utils.data import DataLoader
-
-        class Data(list):
-            def __getitem__(self, index):
-                return os.environ['OMP_WAIT_POLICY']
-
-        if __name__ == '__main__':
-            [policy] = next(iter(DataLoader(Data([0]), num_workers=1)))
-            os.write(1, f'{{policy}};'.encode())  # in one piece, whatever the other process writes
-        """)
-    )
-    torchrun = '-m', 'torch.distributed.run', '--standalone', '--nproc_per_node', 2
-    assert run(*torchrun, tmp_path / 'command.py').count('passive;') == 2
-
-
 def entry(options, key):
     """A setting of ONNX Runtime's pool of threads, or None."""
     try:
@@ -91,31 +67,6 @@ def test_threads_of_onnx_runtime(monkeypatch, choice, asleep, version, bounded):
     assert entry(options, 'spin_duration_us') == ('100' if asleep and bounded else None)
     assert entry(options, 'allow_spinning') == ('0' if asleep and not bounded else None)
     assert options.get_session_config_entry('session.disable_quant_qdq') == '1'
-
-
-@needs_two
-def test_threads_of_onnx_runtime_sleep():
-    code = """
-        import sys, time, numpy, onnxruntime
-        from onnx import TensorProto, helper
-        from utils.qat.core.machine import onnx_options
-        x, y = (helper.make_tensor_value_info(name, TensorProto.FLOAT, [1 << 20]) for name in 'xy')
-        graph = helper.make_graph([helper.make_node('Erf', ['x'], ['y'])], 'erf', [x], [y])
-        model = helper.make_model(graph, opset_imports=[helper.make_opsetid('', 17)], ir_version=8)
-        options = onnx_options()
-        options.intra_op_num_threads = 2
-        session = onnxruntime.InferenceSession(model.SerializeToString(), options, providers=['CPUExecutionProvider'])
-        spent = 0
-        for _ in range(10):
-            session.run(None, {'x': numpy.zeros(1 << 20, numpy.float32)})
-            time.sleep(0.01)
-            before = time.process_time()
-            time.sleep(0.04)
-            spent += time.process_time() - before
-        print(spent)
-        """
-    code = textwrap.dedent(code)
-    assert 3 * float(run('-c', code)) < float(run('-c', code, OMP_WAIT_POLICY='active'))
 
 
 def test_every_session_has_them():

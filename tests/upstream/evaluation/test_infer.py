@@ -148,14 +148,6 @@ def test_every_shape_of_image(tmp_path):
         assert torch.equal(pixels, images.float() / 255) and np.allclose(np.hstack(ours[1]), np.hstack(place[1]))
 
 
-def test_a_file_that_is_not_square():
-    image = np.full((100, 50, 3), (10, 20, 30), np.uint8)
-    pixels, ((h, w), (ratio, border)) = client.letterbox(image, (64, 96))
-    assert pixels.shape == (1, 3, 64, 96) and (h, w) == (100, 50) and ratio == (0.64, 0.64) and border == (32, 0)
-    assert np.allclose(pixels[0, :, 32, 48] * 255, (30, 20, 10))
-    assert np.allclose(pixels[0, :, 0, [0, 31, 64, 95]] * 255, 114)
-
-
 def test_what_is_drawn():
     image, rows = np.full((100, 200, 3), 40, np.uint8), [[20, 30, 80, 90, 0.5, 0], [150, 2, 199, 60, 0.75, 7]]
     mask = np.zeros((100, 200), bool)

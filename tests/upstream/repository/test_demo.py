@@ -1,6 +1,5 @@
 """Laws of demo/: data is reproducible, boxes and outlines fit, the configs hold every block kind, weights survive the trip."""
 
-import cv2
 import numpy as np
 import pytest
 import sklearn.datasets
@@ -84,26 +83,15 @@ def test_train_and_val_share_no_source_digit():
     assert sorted(np.concatenate([split['train'], split['val']])) == list(range(1797))
 
 
-def test_labels_are_valid(data, task):
-    if task == 'classify':  # the folder of an image is its label
-        for split, count in (('train', 12), ('val', 6)):
+def test_images_are_as_many_as_asked_for(data, task):
+    for split, count in (('train', 12), ('val', 6)):
+        if task == 'classify':  # the folder of an image is its label
             assert sorted(f.name for f in (data / split).iterdir()) == [str(c) for c in range(10)]
             assert len(list((data / split).glob('*/*.jpg'))) == count
-        return
-    for split, count in (('train', 12), ('val', 6)):
-        files = sorted((data / 'labels' / split).iterdir())
-        assert len(files) == len(list((data / 'images' / split).iterdir())) == count
-        for file in files:
-            labels = [np.array(line.split(), float) for line in file.read_text().splitlines()]
-            assert labels
-            for label, *numbers in labels:
-                assert label in range(10)
-                if task == 'detect':
-                    x, y, w, h = numbers
-                    assert w > 0 and h > 0
-                    numbers = x - w / 2, y - h / 2, x + w / 2, y + h / 2
-                assert len(numbers) % 2 == 0 and (len(numbers) == 4) == (task == 'detect')
-                assert min(numbers) >= -1e-6 and max(numbers) <= 1 + 1e-6
+        else:
+            files = sorted((data / 'labels' / split).iterdir())
+            assert len(files) == len(list((data / 'images' / split).iterdir())) == count
+            assert all(file.read_text() for file in files), 'an object in each'
 
 
 def test_boxes_are_tight(task, monkeypatch):
@@ -122,20 +110,6 @@ def test_boxes_are_tight(task, monkeypatch):
         rows, columns = np.flatnonzero(changed.any(1)), np.flatnonzero(changed.any(0))
         found = np.array([columns[0], rows[0], columns[-1] + 1, rows[-1] + 1])
         assert np.abs(found - [x1, y1, x2, y2]).max() <= 2, (i, found, (x1, y1, x2, y2))
-
-
-def test_a_sticker_is_one_piece_without_holes_around_its_digit():
-    source = sklearn.datasets.load_digits()
-    for i in range(30):
-        rng = np.random.default_rng(i)
-        ink = make_data.glyph(rng, source.images[i], rng.uniform(44, 140))
-        shape, inside = make_data.sticker(rng, ink)
-        mask = shape > 0.5
-        assert (inside > 0.5).sum() == (ink > 0.5).sum() and mask[inside > 0.5].all()
-        assert mask.any(0).all() and mask.any(1).all()  # cropped
-        pieces, _ = cv2.connectedComponents(mask.astype(np.uint8))
-        around, _ = cv2.connectedComponents(np.pad(~mask, 1, constant_values=True).astype(np.uint8), connectivity=4)
-        assert pieces == around == 2  # background counts as one
 
 
 def test_upstream_reads_the_very_masks_and_their_boxes(tmp_path):
@@ -199,17 +173,6 @@ def test_main_branch_holds_every_block_kind(model):
     assert kinds == BLOCKS | {'Silence', 'CBLinear', 'CBFuse'}
     assert set(range(len(model.model) - 1)) - reached == set(range(22, 29))  # the auxiliary branch, as the config says
     assert sum(p.numel() for p in model.parameters()) < 1.5e6
-
-
-@pytest.mark.parametrize('model', ['SegmentationModel'], indirect=True)
-def test_segmentation_model_has_one_branch_and_masks_at_a_quarter(model):
-    reached, kinds, head = blocks_of_main_branch(model)
-    assert type(head).__name__ == 'Segment' and head.stride.tolist() == [8, 16, 32] and head.nm == 32
-    assert kinds == BLOCKS
-    assert reached == set(range(len(model.model) - 1))
-    assert sum(p.numel() for p in model.parameters()) < 1.5e6
-    predictions, (*_, prototypes) = model(torch.rand(1, 3, 64, 96))
-    assert predictions.shape == (1, 4 + 10 + 32, 8 * 12 + 4 * 6 + 2 * 3) and prototypes.shape == (1, 32, 16, 24)
 
 
 def test_round_trip_is_strict_and_exact(model, tmp_path):

@@ -81,7 +81,7 @@ def help_of(command, verb):
 
 
 def commands(text):
-    """(command, verb or nothing, its options) of each of our commands in a text; those inside `docker run ... bash -c "..."` too."""
+    """(command, verb or nothing, its options) of each of our commands in a text."""
     for found in COMMAND.finditer(TORCHRUN.sub('python ', text)):
         words = found['rest'].split()
         verb = tuple(words[:1]) if found['python'] and words and words[0] in VERBS else ()
@@ -124,20 +124,10 @@ CONTAINERS = [
 @pytest.mark.parametrize(
     'page, line', CONTAINERS, ids=[f'{name_of(page)} {n}' for n, (page, _) in enumerate(CONTAINERS)]
 )
-def test_what_runs_in_a_container_is_ours_and_complete(page, line):
-    """The image comes last of docker's own words; what is handed to `bash -c` is shell that parses, and its commands are ours."""
-    words = shlex.split(line)
-    image = next(i for i, w in enumerate(words) if w.startswith('nvcr.io/') or w == '$IMAGE')
-    assert {'--gpus', '--rm', '-v', '-w'} <= set(words[:image])
-    inside = words[image + 1 :]
-    if not inside:  # a shell, in which the page goes on
-        assert '-it' in words
-        return
-    assert inside[:2] == ['bash', '-c'] and len(inside) == 3
-    assert subprocess.run(['bash', '-n', '-c', inside[2]]).returncode == 0
-    found = list(commands(inside[2]))
-    assert ('qat.py', ('quantize',)) in {(command, verb) for command, verb, _ in found}
-    assert all(help_of(command, verb) for command, verb, _ in found)
+def test_a_container_is_complete(page, line):
+    """The image comes last: it starts a shell, in which the page goes on."""
+    *words, image = shlex.split(line)
+    assert {'--gpus', '--rm', '-v', '-w', '-it'} <= set(words) and image.startswith(('nvcr.io/', '$IMAGE'))
 
 
 @each_page

@@ -46,7 +46,6 @@ examples/infer_engine.py model image
 FILES = sorted({line.split()[0] for line in LINES})
 HELPS = [' '.join(line.split()[: 1 + line.startswith('qat.py')]) for line in LINES] + ['qat.py']
 PACKAGES = 'torch torchvision numpy scipy cv2 PIL onnx onnxruntime tensorrt matplotlib pandas seaborn sklearn yaml tqdm'.split()
-OWN = {'examples/infer_engine.py': {'cv2', 'numpy', 'tensorrt'}, 'demo/make_data.py': {'cv2', 'numpy'}}  # theirs
 LIGHT = {
     f'scripts/{name}.py' for name in ('audit_onnx', 'coco_to_yolo', 'draw_engine', 'voc_to_yolo')
 }  # without PyTorch
@@ -86,20 +85,10 @@ def one_line(done, words):
 
 @pytest.mark.parametrize('line', HELPS)
 def test_help_with_no_package_installed(patched, line):
-    done = start(patched, ('-S', '-E'), f'{line} -h')  # without site-packages and PYTHONPATH
+    """In a locale without arrows, for which Python does not take UTF-8 by itself, as it does for C."""
+    done = start(patched, ('-S',), f'{line} -h', PYTHONPATH='', PYTHONIOENCODING='latin-1')  # without site-packages
     assert done.returncode == 0 and not done.stderr, done.stderr[-2000:]
     assert done.stdout.startswith('usage: ') and '-h, --help' in done.stdout
-
-
-@pytest.mark.parametrize('line', HELPS)
-def test_help_loads_no_package(patched, line):
-    """In a locale without arrows, for which Python does not take UTF-8 by itself, as it does for C."""
-    done = start(patched, ('-X', 'importtime'), f'{line} -h', PYTHONIOENCODING='latin-1')
-    assert done.returncode == 0 and done.stdout.startswith('usage: '), done.stderr[-2000:]
-    loaded = {name.split('.')[0] for name in re.findall(r'(?m)^import time: .*\| +(\S+)$', done.stderr)}
-    assert len(loaded) > 20, 'Python says what it imports'
-    others = {*PACKAGES, 'pytorch_quantization', 'pkg_resources', 'packaging', 'IPython'}
-    assert not loaded & others - OWN.get(line.split()[0], set())
 
 
 OF_NOTHING = ' '.join(('ship', 'scripts/coco', 'scripts/draw', 'scripts/verify', 'demo', 'examples'))

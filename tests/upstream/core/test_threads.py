@@ -1,4 +1,4 @@
-"""Waiting threads sleep: in each command and its children, unless the user chose otherwise."""
+"""Waiting threads sleep, unless the user chose otherwise; test_each_command.py has when that is said."""
 
 import os
 import subprocess

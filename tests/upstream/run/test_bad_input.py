@@ -25,10 +25,7 @@ qat.py quantize --weights {single} --hyp {hyp} --data {data} --imgsz 64 --worker
     --weights {wrong}/none.pt          | --weights; no such file
     --weights {wrong}                  | --weights; not a file
     --weights {wrong}/text.pt          | text.pt; not a PyTorch checkpoint
-    --weights {wrong}/cut.pt           | cut.pt; not a PyTorch checkpoint
     --weights {wrong}/dict.pt          | dict.pt; no YOLOv9 model
-    --weights {wrong}/empty.pt         | empty.pt; not a PyTorch checkpoint
-    --weights {wrong}/plain.pt         | plain.pt; not a PyTorch checkpoint
     --weights {wrong}/state.pt         | has weights without their network; upstream train.py
     --weights {wrong}/module.pt        | upstream train.py
     --weights {wrong}/suffix.onnx      | ending in .pt or .pth
@@ -86,17 +83,14 @@ qat.py eval --weights {quantized} --data {data} --imgsz 64 --workers 0 --device 
     --baseline none.pt                 | --baseline; no such file
     --baseline {segmenter}             | --baseline; a segmentation model, unlike; give the model that
     --baseline {files}/float.onnx --imgsz 96                    | --imgsz 96; float.onnx; takes 64 x 64
-    --data {wrong}/classes.yaml        | 2 classes; the model has 10
     --imgsz 100 128                    | --imgsz 100 128:; 96 128 or 128
     --overlap                          | --overlap; only for a segmentation model
     --mask-downsample-ratio 2          | --mask-ratio; only for a segmentation model
 val_trt.py --weights {files}/int8.onnx --device cpu --data {data} --imgsz 64 --workers 0
     --weights {single}                 | single.pt; .engine or .onnx
-    --weights {wrong}/broken.onnx      | broken.onnx; no valid ONNX file
     --weights {wrong}/model.engine     | model.engine; ONNX Runtime evaluates the .onnx
     --weights {wrong}/model.engine --backend rtx                | model.engine
     --weights {files}/a.onnx           | a classifier
-    --imgsz 640                        | --imgsz 640; 64 x 64
     --backend tensorrt                 | --backend tensorrt: TensorRT does not run .onnx files
     --backend rtx                      | give onnxruntime or openvino
 export_qat.py --weights {quantized} --imgsz 64
@@ -128,7 +122,6 @@ export_qat.py --weights {quantized} --imgsz 64
     --weights {classifier} --include onnx_end2end --topk-all 10 | --topk-all: only for detectors
     --verify {wrong}/none.yaml         | --verify; no such file
     --verify {wrong}/classes.yaml      | --verify; 2 classes; the model has 10
-    --verify {wrong}/class.yaml        | 00003.txt; class 10; 0..9
 export_yoloV9.py -w {single}
     -s 100                             | --size 100: must be multiples of 32, the stride of the model, such as 96 or 128
     --dynamic --batch 4                | --dynamic, --batch 4: give one of the two
@@ -139,7 +132,6 @@ export_yoloV9.py -w {single}
 reparameterization.py --save {out}/saved.pt --weights {dual}
     --weights {single}                 | has one branch; DDetect; go on with: python qat.py quantize --weights
     --weights {quantized}              | already quantized
-    --weights {classifier}             | has one branch
     --weights {out}/none.pt            | none.pt: no such file
     --classes_num 80                   | --classes_num 80; 10 classes
     --save {dual}                      | --save; choose another
@@ -153,7 +145,6 @@ compare_outputs.py --device cpu --batch-size 2
     {files}/a.onnx {files}/b.onnx --random 1 --backend pt2      | runs .pt2 files, and neither
     {files}/a.onnx {files}/b.onnx --data {data} --seed 3        | --seed 3: only with --random
     {files}/a.onnx {files}/none.onnx --random 1                 | B; none.onnx; no such file
-    {files}/a.onnx {classes} --random 1                         | B; not a file
     {files}/a.onnx {files}/b.onnx --random 1 --imgsz 32         | --imgsz 32; 64
     {files}/a.onnx {files}/b.onnx --data {wrong}/empty          | --data; one folder of images for each class
     {files}/a.onnx {files}/b.onnx --data {some}                 | --data; 1 folders (n01, ...); 3 outputs; --classes
@@ -171,9 +162,7 @@ benchmark_trt.py --device cpu
     {files}/float.onnx --precision fp16 --backend onnxruntime   | Runtime computes in the types of the file
     {files}/float.pt --precision fp16  | FP16 is for GPUs
     {files}/float.onnx --backend tensorrt | TensorRT: needs an NVIDIA GPU
-    {files}/float.onnx --backend openvino --precision int8      | has no Q/DQ, so nothing in it can be INT8
     {files}/int8.onnx --backend openvino --precision fp32       | give the float model for FP32
-    {files}/half.onnx --backend openvino --batch 2              | fixed batch of 1
     {files}/float.pt --backend onnxruntime | ONNX Runtime does not run .pt
     {files}/net.onnx --imgsz 64 --backend pytorch               | there is no net.pt beside it
     {files}/net.onnx                   | --imgsz: ; leaves the image size of x open
@@ -188,7 +177,6 @@ benchmark_trt.py --device cpu
     {files}/float.onnx --warmup 5min   | --warmup 5min: must be a time such as 500ms
     {files}/float.onnx --warmup -1     | --warmup
     {wrong}/broken.onnx                | no valid ONNX file
-    {wrong}/text.pt                    | not a PyTorch checkpoint
     {wrong}/notes.txt                  | expected a file ending in .onnx or .engine or .xml
     {classifier} --data {data}         | takes a folder with train/ and val/
     {single} --data {classes}          | takes a data YAML
@@ -196,7 +184,6 @@ scripts/infer_onnx.py --device cpu
     missing.onnx {images}              | MODEL missing.onnx: no such file
     {images} {images}                  | MODEL
     {files}/float.onnx missing         | missing: no such image, nor a folder with images
-    {files}/float.onnx                 | arguments are required: IMAGE|FOLDER
     {wrong}/plugin.onnx {images}       | its NMS is EfficientNMS_TRT, which TensorRT alone has
 scripts/draw_engine.py
     --layer {out}/none.json            | none.json; no such file
@@ -287,14 +274,10 @@ def wrong(small, tmp_path_factory):
         texts[f'{name}/a.xml'] = text
     for name, text in texts.items():
         (folder / name).write_text(text)
-    whole = small.single.read_bytes()
-    (folder / 'cut.pt').write_bytes(whole[: len(whole) // 2])
     torch.save({'a': 1}, folder / 'dict.pt')
     torch.save({'model': small.float_model().state_dict()}, folder / 'state.pt')
     torch.save({'model': torch.nn.Conv2d(3, 3, 1)}, folder / 'module.pt')
     shutil.copy(small.single, folder / 'suffix.onnx')
-    (folder / 'empty.pt').touch()
-    (folder / 'plain.pt').write_bytes(archive({'readme.txt': 'hello'}))
     pickled = b'cpytorch_quantization.nn.modules.quant_conv\nQuantConv2d\n.'  # as in the other tool's checkpoints
     (folder / 'foreign.pt').write_bytes(archive({'foreign/data.pkl': pickled}))
     return folder

@@ -66,9 +66,33 @@ def bench(tmp_path, small):
     return Bench(tmp_path, small)
 
 
-@case(2, "class 0 is 'j', and the model calls it 'a' (in another order, 10 of 10", '--names-from data')
-def names_in_another_order(bench):
-    return f'qat.py eval {QAT} --weights {bench.model()} --data {bench.data(names=LETTERS[::-1])}'
+def evaluation(name, code, *words, model=None, **data):
+    """Register the evaluation of a checkpoint on a data YAML with these changes."""
+    line = 'qat.py eval {} --weights {} --data {}'
+    CASES[name] = lambda bench: line.format(QAT, bench.model(**model or {}), bench.data(**data)), code, words
+
+
+def masked(model):
+    prune.l1_unstructured(model.model[0].conv, 'weight', 0.1)
+
+
+REVERSED, CAPITALS, NUMBERS = LETTERS[::-1], [f'{c.upper()}.' for c in LETTERS], [str(i) for i in range(10)]
+OTHER_ORDER = "class 0 is 'j', and the model calls it 'a' (in another order, 10 of 10"
+evaluation('names in another order', 2, OTHER_ORDER, '--names-from data', names=REVERSED)
+evaluation('names that differ in case only', 0, '| A. ', names=CAPITALS)
+evaluation('a model without names', 0, '| a ', model={'names': NUMBERS})
+evaluation(
+    'more names than classes', 0, '12 names for 10 classes, so they are left out', model={'names': [*LETTERS, *'kl']}
+)
+evaluation('a YAML of pose', 2, 'kpt_shape: data of pose', kpt_shape=[17, 2])
+evaluation('the system in place of a folder', 2, 'val: no images in /proc/self', val='/proc/self')
+evaluation(
+    'a device in place of a list', 2, 'val: /dev/zero: a pipe, a device or too large, and no list', val='/dev/zero'
+)
+PARALLEL = 'was saved inside DataParallel; take the model out: torch.save('
+evaluation('a model in DataParallel', 2, PARALLEL, model={'change': torch.nn.DataParallel})
+MASKED = 'has pruning masks; make them permanent, torch.nn.utils.prune.remove('
+evaluation('a model with pruning masks', 2, MASKED, model={'change': masked})
 
 
 def reordered(bench):
@@ -102,16 +126,6 @@ def other_names(bench):
 def names_of_the_data(bench):
     data = bench.data(names=LETTERS[::-1])
     return f'qat.py eval {QAT} --imgsz 32 --weights {bench.model()} --data {data} --names-from data'
-
-
-@case(0, '| A. ')
-def names_that_differ_in_case_only(bench):
-    return f'qat.py eval {QAT} --weights {bench.model()} --data {bench.data(names=[f"{c.upper()}." for c in LETTERS])}'
-
-
-@case(0, '| a ')
-def a_model_without_names(bench):
-    return f'qat.py eval {QAT} --weights {bench.model(names=[str(i) for i in range(10)])} --data {bench.data()}'
 
 
 @case(
@@ -263,11 +277,6 @@ def relabelled(bench, row):
     return f'qat.py eval {QAT} --weights {bench.model()} --data {bench.data()}'
 
 
-@case(2, 'kpt_shape: data of pose')
-def a_yaml_of_pose(bench):
-    return f'qat.py eval {QAT} --weights {bench.model()} --data {bench.data(kpt_shape=[17, 2])}'
-
-
 @case(2, 'its labels are of pose, boxes with keypoints')
 def labels_of_pose(bench):
     return relabelled(bench, lambda c, x, y, w, h: f'{c} {x} {y} {w} {h} {x} {y} {x + w / 2} {y} {x} {y - h / 2} 0 0')
@@ -353,16 +362,6 @@ def two_fused_branches(bench):
     return two_branches(bench, lambda model: model.fuse())
 
 
-@case(0, '3 names for 10 classes, so they are left out')
-def names_fewer_than_classes(bench):
-    return f'export_qat.py --imgsz 64 --weights {bench.model(names=["a", "b", "c"])}'
-
-
-@case(0, '12 names for 10 classes, so they are left out')
-def names_more_than_classes(bench):
-    return f'qat.py eval {QAT} --weights {bench.model(names=list("abcdefghijkl"))} --data {bench.data()}'
-
-
 @case(0, '24 images')
 def links_in_a_circle(bench):
     (bench.folder / 'images/val/again').symlink_to(bench.folder / 'images')
@@ -370,38 +369,13 @@ def links_in_a_circle(bench):
     return f'qat.py eval {QAT} --weights {bench.model()} --data {bench.data(train="images/val")}'
 
 
-@case(2, 'val: no images in /proc/self')
-def the_system_in_place_of_a_folder(bench):
-    return f'qat.py eval {QAT} --weights {bench.model()} --data {bench.data(val="/proc/self")}'
-
-
-@case(2, 'val: /dev/zero: a pipe, a device or too large, and no list of images')
-def a_device_in_place_of_a_list(bench):
-    return f'qat.py eval {QAT} --weights {bench.model()} --data {bench.data(val="/dev/zero")}'
-
-
-@case(2, 'pipe: a pipe, a device or too large, and no list of images')
-def a_pipe_in_place_of_a_list(bench):
-    os.mkfifo(bench.folder / 'pipe')
-    return f'qat.py eval {QAT} --weights {bench.model()} --data {bench.data(train=["images/train", "pipe"])}'
-
-
-def in_the_way(bench, name):
-    folder = bench.folder / 'runs/exp'
-    folder.mkdir(parents=True)
-    os.mkfifo(folder / name)
-    (folder / '.lock').touch()
-    return f'qat.py eval {QAT} --weights {bench.model()} --data {bench.data()} --exist-ok'
-
-
 @case(2, 'log.txt: a pipe or a device, in the folder of a run')
 def a_log_that_is_a_pipe(bench):
-    return in_the_way(bench, 'log.txt')
-
-
-@case(2, 'report.json: a pipe or a device, in the folder of a run')
-def a_report_that_is_a_pipe(bench):
-    return in_the_way(bench, 'report.json')
+    folder = bench.folder / 'runs/exp'
+    folder.mkdir(parents=True)
+    os.mkfifo(folder / 'log.txt')
+    (folder / '.lock').touch()
+    return f'qat.py eval {QAT} --weights {bench.model()} --data {bench.data()} --exist-ok'
 
 
 @case(2, 'not UTF-8 (')
@@ -432,24 +406,17 @@ def repainted(bench, pixels, suffix):
     return calibrated(bench, bench.data())
 
 
-@case(0, 'PTQ            AP 0.0')
-def images_of_16_bits(bench):
-    return repainted(bench, lambda image: image.astype(np.uint16) * 257, '.png')
+def repainting(name, code, *words, suffix, pixels):
+    """Register such a calibration."""
+    CASES[name] = lambda bench: repainted(bench, pixels, suffix), code, words
 
 
-@case(2, '.tiff: cannot be read; mend or remove it (32 bits per value; save it with 8 or 16)')
-def images_of_32_bits(bench):
-    return repainted(bench, lambda image: image[..., 0].astype(np.float32), '.tiff')
-
-
-@case(2, 'none of its 12 images can be used', '(cannot identify image file')
-def images_of_64_bits(bench):
-    return repainted(bench, lambda image: image[..., 0].astype(np.float64), '.tiff')
-
-
-@case(0, 'warning', 'the images for the calibration have no structure')
-def images_of_one_colour(bench):
-    return repainted(bench, lambda image: image * 0 + 7, '.png')
+MEND = '.tiff: cannot be read; mend or remove it (32 bits per value; save it with 8 or 16)'
+NONE_USED = 'none of its 12 images can be used', '(cannot identify image file'
+repainting('16 bits', 0, 'PTQ            AP 0.0', suffix='.png', pixels=lambda image: image.astype(np.uint16) * 257)
+repainting('32 bits', 2, MEND, suffix='.tiff', pixels=lambda image: image[..., 0].astype(np.float32))
+repainting('64 bits', 2, *NONE_USED, suffix='.tiff', pixels=lambda image: image[..., 0].astype(np.float64))
+repainting('one colour', 0, 'warning', 'have no structure', suffix='.png', pixels=lambda image: image * 0 + 7)
 
 
 @case(0, '12 images')
@@ -458,22 +425,11 @@ def a_model_that_was_saved_whole(bench):
     return f'qat.py eval {QAT} --weights {bench.folder}/whole.pt --data {bench.data()}'
 
 
-@case(2, 'was saved inside DataParallel; take the model out: torch.save(')
-def a_model_in_data_parallel(bench):
-    return f'qat.py eval {QAT} --weights {bench.model(torch.nn.DataParallel)} --data {bench.data()}'
-
-
 @case(2, 'was saved compiled; take the model out: torch.save(')
 def a_compiled_model(bench):
     content = torch.load(bench.model(), weights_only=False)
     torch.save({'model': torch.compile(content['model'])}, bench.folder / 'model.pt')
     return f'qat.py eval {QAT} --weights {bench.folder}/model.pt --data {bench.data()}'
-
-
-@case(2, 'has pruning masks; make them permanent, torch.nn.utils.prune.remove(')
-def a_model_with_pruning_masks(bench):
-    mask = lambda model: prune.l1_unstructured(model.model[0].conv, 'weight', 0.1) and None  # noqa: E731
-    return f'qat.py eval {QAT} --weights {bench.model(mask)} --data {bench.data()}'
 
 
 @pytest.mark.parametrize('name', CASES)

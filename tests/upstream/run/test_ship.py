@@ -38,6 +38,7 @@ from utils.qat.config.tasks import load_task
 from utils.qat.core.errors import QatError
 from utils.qat.core.log import log_to
 from utils.qat.run.state import STATE
+from utils.qat.vendors.openvino.session import MeasuredOpenVINO
 
 # a step: notes that it was called, says a line and a warning, and leaves its result
 SCRIPT = """
@@ -313,6 +314,7 @@ def test_from_a_checkpoint_of_two_branches_to_the_file(small, tmp_path, monkeypa
     """And again with another limit, for which nothing runs anew."""
     monkeypatch.setattr(planned, 'DURATION', 0.2)
     monkeypatch.setattr(concluded, 'disturbance', lambda rows: '')
+    monkeypatch.setattr(MeasuredOpenVINO, 'int8_fault', lambda: '')  # on any CPU
     data = yaml.safe_load(small.data.read_text())
     data['names'] = [*NAMES, *map(str, range(2, 10))]
     hostile = tmp_path / 'data.yaml'
@@ -369,6 +371,13 @@ def test_from_a_checkpoint_of_two_branches_to_the_file(small, tmp_path, monkeypa
     said = command('qat.py', *words, '--resume')
     assert said.count('\n$ python ') == said.count('\n$ python benchmark_trt.py ') == 1, 'and nothing else again'
     assert not json.loads((folder / 'ship.json').read_text())['disturbed']
+
+    monkeypatch.setattr(concluded, 'against_int8', lambda *of: {'accuracy': 'it loses'})
+    monkeypatch.setattr(concluded, 'disturbance', lambda rows: '')
+    monkeypatch.setattr(MeasuredOpenVINO, 'int8_fault', lambda: 'this CPU adds wrongly')
+    said = command('qat.py', *words, '--resume')
+    at_fault = json.loads((folder / 'ship.json').read_text())
+    assert at_fault['tried'] == ['Nothing else was tried: this CPU adds wrongly.'] and '$ python' not in said
 
 
 def test_what_it_refuses(small, tmp_path):

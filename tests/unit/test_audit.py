@@ -3,6 +3,7 @@
 import re
 import subprocess
 import sys
+from dataclasses import replace
 
 import numpy as np
 import onnx
@@ -247,7 +248,16 @@ def test_channels_are_counted_per_group():
 
 
 def test_an_open_batch_counts_as_one():
-    assert audit.audit(graph_of(TABLE['clean'][0], batch='batch')) == audit_of('clean')
+    counted = replace(audit.audit(graph_of(TABLE['clean'][0], batch='batch')), images={'x': [1, C, SIZE, SIZE]})
+    assert counted == audit_of('clean')
+
+
+@pytest.mark.parametrize(
+    ('batch', 'shown'),
+    [(1, '[1, 16, 8, 8]'), ('n', '[n, 16, 8, 8]'), ('\x1b', r'[\x1b, 16, 8, 8]'), (None, '[?, 16, 8, 8]')],
+)
+def test_an_open_axis_is_shown_by_its_name(batch, shown):
+    assert audit.audit_text(audit.audit(graph_of('INT8 y = QConv(c)', batch=batch))).startswith(f'x {shown}; opset 17')
 
 
 def test_open_image_axes_give_no_flops_but_findings():

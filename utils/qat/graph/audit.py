@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass
 
 import onnx
 
-from utils.qat.core.text import listed, markdown_table, number
+from utils.qat.core.text import listed, markdown_table, number, visible
 from utils.qat.graph.audit_rules import CHECKS, CHOICE, DFL, FINDINGS, HEAD, Finding, Rules, float_reason, is_int8
 from utils.qat.graph.onnx_graph import (
     CONVS,
@@ -20,10 +20,12 @@ from utils.qat.graph.onnx_graph import (
     WEIGHTED,
     Graph,
     attribute,
+    axes_of,
     count_qdq,
     metadata_value,
     name_of,
     opset,
+    required_inputs,
 )
 from utils.qat.graph.padding import PADDED
 from utils.qat.graph.tensor_types import Types, flops, infer
@@ -60,7 +62,7 @@ class Audit:
     """The audit of a graph.
 
     Attributes:
-        images: input name → shape, an open batch axis as 1; None if unknown.
+        images: input name → shape, an open axis by its name; [] if it is unknown.
         layers: operator → number of nodes between image and output, without Q and DQ.
         typing: FP32, FP16, BF16 or other → number of these nodes with such an output.
         qdq: number of Q and of DQ nodes.
@@ -70,7 +72,7 @@ class Audit:
     """
 
     opset: int
-    images: dict[str, tuple[int, ...] | None]
+    images: dict[str, list[int | str]]
     layers: dict[str, int]
     typing: dict[str, int]
     qdq: tuple[int, int]
@@ -116,7 +118,7 @@ def audit(model: onnx.ModelProto, checks: Rules = CHECKS) -> Audit:
     typing = Counter(TYPES.get(types[n.output[0]][0], 'other') for n in layers if n.output[0] in types)
     return Audit(
         opset=opset(model),
-        images={name: types[name][1] if name in types else None for name in graph.inputs},
+        images={value.name: axes_of(value) for value in required_inputs(model)},
         typing=dict(typing.most_common()),
         layers=dict(Counter(n.op_type for n in layers).most_common()),
         qdq=count_qdq(model),
@@ -158,7 +160,8 @@ def plain_audit(audit: Audit) -> dict[str, object]:
 
 def audit_text(audit: Audit, limit: int | None = None) -> str:
     """Format an audit as text: tables, then up to `limit` places of each kind of finding."""
-    inputs = ', '.join(f'{name} {list(shape) if shape else "of unknown shape"}' for name, shape in audit.images.items())
+    shapes = {name: ', '.join(visible(axis or '?') for axis in axes) for name, axes in audit.images.items()}
+    inputs = ', '.join(f'{name} [{shape}]' if shape else f'{name} of unknown shape' for name, shape in shapes.items())
     typing = ', '.join(f'{kind} ({n} nodes)' for kind, n in audit.typing.items())
     lines = [
         f'{inputs}; opset {audit.opset}; outside Q/DQ {typing}',

@@ -21,7 +21,7 @@ from models.quantize.reparameterize import parameter_shapes, reparameterize, req
 from utils.qat.core.errors import QatError
 from utils.qat.core.log import quiet_upstream
 from utils.qat.untrusted.model_yaml import LAYERS, require_network
-from utils.qat.untrusted.yaml_file import read_yaml
+from utils.qat.untrusted.yaml_file import NODES, read_yaml
 
 CFG = yaml.safe_load((REPO / 'demo/yolov9-demo.yaml').read_text())
 
@@ -65,14 +65,27 @@ DEAR = {  # name → text that is small, or at most as large as a data YAML, and
 }
 
 
+@pytest.fixture(scope='module')
+def largest(tmp_path_factory):
+    """The CPU time on this machine of one of the largest files that are read."""
+    file = tmp_path_factory.mktemp('largest') / 'data.yaml'
+    file.write_text('- a\n' * (NODES - 1))
+    start = time.process_time()
+    assert len(read_yaml(file, '--data')) == NODES - 1
+    return time.process_time() - start
+
+
 @pytest.mark.parametrize('name', DEAR)
-def test_a_yaml_that_would_cost_much(tmp_path, name):
+def test_a_yaml_that_would_cost_much(tmp_path, largest, name):
+    """It is refused, and that costs about as much as a file that is read."""
     file = tmp_path / 'dear.yaml'
     file.write_text(DEAR[name])
     start = time.process_time()
     with pytest.raises(QatError, match='--data .*dear.yaml: ') as refused:
         read_yaml(file, '--data')
-    assert time.process_time() - start < 2 and len(str(refused.value)) < 500 and '\n' not in str(refused.value)
+    assert (
+        time.process_time() - start < 3 * largest and len(str(refused.value)) < 500 and '\n' not in str(refused.value)
+    )
 
 
 def test_they_take_no_memory(tmp_path):
@@ -100,15 +113,13 @@ def test_they_take_no_memory(tmp_path):
 
 
 def test_what_people_write_is_read(tmp_path):
-    """Among it anchors and merges; ImageNet's 21 841 classes, in the time of a breath."""
+    """Among it anchors and merges, and ImageNet's 21 841 classes."""
     file = tmp_path / 'fine.yaml'
     file.write_text(
         'base: &base {a: 1, b: &list [1, 2.5e-3, 0x1F, 1_000]}\nmine: {<<: *base, b: *list, c: [*list, *list]}\nnames:\n'
         + ''.join(f'  {i}: some kind of thing {i}\n' for i in range(21_841))
     )
-    start = time.process_time()
     content = read_yaml(file, '--data')
-    assert time.process_time() - start < 5 * (1 if yaml.__with_libyaml__ else 10)
     assert len(content['names']) == 21_841 and content['mine'] == {
         'a': 1,
         'b': [1, 2.5e-3, 31, 1000],
@@ -223,12 +234,12 @@ NETWORKS = {  # name → content that upstream would run, or that builds no netw
 
 
 @pytest.mark.parametrize('name', NETWORKS)
-def test_a_network_that_is_none(tmp_path, monkeypatch, name):
+def test_a_network_that_is_none(tmp_path, monkeypatch, largest, name):
     monkeypatch.chdir(tmp_path)
     start = time.process_time()
     with quiet_upstream(), pytest.raises(QatError, match='--cfg x.yaml: ') as refused:
         parameter_shapes(deepcopy(NETWORKS[name]), '--cfg x.yaml')
-    assert time.process_time() - start < 4 and len(str(refused.value)) < 500
+    assert time.process_time() - start < 4 * largest and len(str(refused.value)) < 500
     assert not list(tmp_path.iterdir())
 
 

@@ -41,6 +41,7 @@ INSTRUCTIONS = {  # name → flag of Linux
     'I8MM': 'i8mm',
     'SVE': 'sve',
 }
+VNNI = {'avx_vnni', 'avx512_vnni', 'amx_int8'}  # flags of those that add products of INT8 in 32 bits
 NVML_FAILS = "NVIDIA's NVML fails"
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # of glibc's malloc.h
 PACKAGES = ('torch', 'torchvision', 'numpy', 'pytorch-quantization')
@@ -169,6 +170,12 @@ def instruction_flags() -> list[str]:
     """Return the flags of INSTRUCTIONS that Linux lists for this CPU; empty if the system does not tell."""
     flags = _cpuinfo('flags', 'Features').split()
     return [flag for flag in INSTRUCTIONS.values() if flag in flags]
+
+
+def int8_sums_overflow() -> bool:
+    """Tell whether this is an x86 CPU on which PyTorch adds two products of INT8 in 16 bits; False if the system does not tell."""
+    flags = {*instruction_flags()}
+    return 'avx2' in flags and not flags & VNNI
 
 
 def instruction_sets() -> list[str]:

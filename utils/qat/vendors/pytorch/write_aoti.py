@@ -30,7 +30,7 @@ from utils.qat.core.command import run_apart
 from utils.qat.core.errors import QatError, reporting
 from utils.qat.core.files import atomic
 from utils.qat.core.log import LOGGER
-from utils.qat.core.machine import instruction_flags
+from utils.qat.core.machine import instruction_flags, int8_sums_overflow
 from utils.qat.core.upstream import Network
 from utils.qat.vendors.pytorch.aoti import AotPackage, compiled_layers
 from utils.qat.vendors.pytorch.write_pt2 import Pt2Format, package_metadata, reference_of, trace
@@ -76,6 +76,11 @@ def require_compiler(device: torch.device, quantized: bool, half: bool) -> None:
         raise QatError(
             '--include aoti: AOTInductor has no INT8 convolutions for GPUs; give the float checkpoint (and --half), --device cpu, or '
             'build a TensorRT engine'
+        )
+    if quantized and int8_sums_overflow():
+        raise QatError(
+            '--include aoti: sums of two INT8 products overflow 16 bits in AOTInductor here, because this CPU has no VNNI; export on a CPU '
+            'that has it, give the float checkpoint, or write a file for ONNX Runtime (--include onnx)'
         )
     if not any(shutil.which(name) for name in (os.environ.get('CXX', ''), 'g++', 'clang++') if name):
         raise QatError('--include aoti: no C++ compiler, which AOTInductor needs (apt install g++; or set CXX)')

@@ -32,7 +32,7 @@ from test_targets import exported
 from utils.qat.backends.file_model import FileModel
 from utils.qat.config.export import Nms
 from utils.qat.core.errors import QatError
-from utils.qat.core.machine import instruction_flags
+from utils.qat.core.machine import VNNI, instruction_flags
 from utils.qat.graph import passes
 from utils.qat.graph.audit import audit
 from utils.qat.graph.decoding import boxes_by_rows, decode_apart
@@ -139,7 +139,7 @@ def test_an_export_is_compared_unless_sums_overflow(small, tmp_path, allowed):
     environment = {**os.environ, 'ONEDNN_MAX_CPU_ISA': allowed}
     arguments = '--weights', tmp_path / 'model.pt', '--include', 'openvino', '--imgsz', SIDE
     said = fresh('export_qat.py', *arguments, env=environment)
-    sums_fit = allowed == 'ALL' and {'avx_vnni', 'avx512_vnni', 'amx_int8'} & {*instruction_flags()}
+    sums_fit = allowed == 'ALL' and VNNI & {*instruction_flags()}
     assert (OVERFLOW not in said) == ('without a comparison' not in said) == bool(sums_fit)
     assert (tmp_path / 'model.xml').is_file()
 

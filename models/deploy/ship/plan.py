@@ -62,11 +62,15 @@ class Plan:
         """The target whose files of the float model it takes, and whose backend takes the time; see Target.stand_in."""
         return TARGETS[self.target.stand_in or self.target.name]
 
-    @property
-    def epoch(self) -> float:
-        """Seconds of an epoch of fine-tuning."""
-        learnt = LEARNT * min(QuantizeConfig.iters * self.config.batch_size, self.numbers['train'])
-        return self.seconds * (learnt + SCORED * self.numbers['val'])
+    def learns(self, taught: Path | None) -> bool:
+        """Tell whether a run learns its activation functions; taught: see `quantized`."""
+        return self.config.activation in TO_LEARN and not taught
+
+    def epoch(self, taught: Path | None = None) -> float:
+        """Compute the seconds of an epoch of fine-tuning."""
+        most = QuantizeConfig.iters * self.config.batch_size  # which learnt functions take of fewer images too
+        learnt = most if self.learns(taught) else min(most, self.numbers['train'])
+        return self.seconds * (LEARNT * learnt + SCORED * self.numbers['val'])
 
     def words(self, kind: type[Settings], *names: str, **own: object) -> list[object]:
         """Return the words of a command with settings of this `kind`: those with `names` are those of ship."""
@@ -117,9 +121,9 @@ class Plan:
         idle = not (epochs or options)  # `quantize` has nothing to choose, and the file is scored later
         passes = CALIBRATED * numbers['calibration'] + CHOSEN * min(COMPARED_ON, numbers['calibration'])
         passes += SCORED * numbers['val'] * 2 * (not idle)
-        if config.activation in TO_LEARN and not taught:
+        if self.learns(taught):
             passes += LEARNT * QuantizeConfig.activation_epochs * QuantizeConfig.iters * config.batch_size
-        seconds = (TRIALS if options else 1) * (passes * self.seconds + RANGES) + epochs * self.epoch
+        seconds = (TRIALS if options else 1) * (passes * self.seconds + RANGES) + epochs * self.epoch(taught)
         own = {'target': self.target.name, 'eval_origin': not idle, 'eval_ptq': not idle, **options}
         own |= {'weights': taught, 'activation': 'keep'} if taught else {'weights': config.weights}
         words = self.words(QuantizeConfig, *READ, 'calib_images', 'epochs', 'activation', **own)

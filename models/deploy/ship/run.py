@@ -33,7 +33,7 @@ def work(plan: Plan, runner: Runner) -> None:
     left = sum(not runner.has(step) for step in steps)
     LOGGER.info(f'{len(steps)} steps; {left} are left' + f', about {runner.expect(steps)}' * bool(left))
     if 'epochs' in config.decided and not config.epochs:
-        LOGGER.info(f'without fine-tuning, of which an epoch would take about {in_words(plan.epoch)} on this CPU')
+        LOGGER.info(f'without fine-tuning, of which an epoch would take about {in_words(plan.epoch())} on this CPU')
     runner.run([scored], rest)
     if nothing := finds_nothing(from_json(read_json(scored.files[0]))):
         raise QatError(f'--weights {config.weights}, --data {config.data}: the float model {nothing}')

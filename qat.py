@@ -108,9 +108,12 @@ def quantize(config: QuantizeConfig, folder: Path | None) -> None:
     from utils.qat.core.run_folder import DELIVERED
     from utils.qat.run.report import conclusions, export_of_run, run_table
     from utils.qat.run.state import STATE
+    from utils.qat.vendors.load import measured_by
 
     inputs = open_inputs(config)
     work = open_work(inputs)
+    if not inputs.config.reduce_range and measured_by(inputs.config.target).overflows():
+        LOGGER.warning(f'--target {inputs.config.target}: INT8 is right on this CPU only with --reduce-range')
     folder = from_first(folder)  # the others have None
     begin(inputs, folder)
     run = Run(inputs, work, folder)

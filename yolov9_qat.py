@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     Batches = Sequence[Tensor]  # sized and re-iterable, as a DataLoader of images is
 
 
-RANGES = 'calib_method', 'percentile', 'bias_correction', 'seed'  # settings of `calibrate`
+RANGES = 'calib_method', 'percentile', 'bias_correction', 'reduce_range', 'seed'  # settings of `calibrate`
 SCORES = 'batch_size', 'workers', 'names_from', 'square', 'conf_thres', 'iou_thres'  # of `evaluate`
 # of `export`: those of its command that tell how a file is written
 NOT_OF_FILE = 'weights include project imgsz device verify names_from verify_images backend max_ap_diff'.split()
@@ -108,7 +108,7 @@ def prepare(
 def calibrate(model: Network, forward_loop: Callable[[Network], object], **settings: Any) -> Calibration:
     """Find the ranges of a prepared model, by the images of a loop over batches; say how.
 
-    settings: calib_method, percentile, bias_correction, seed, as in `qat.py quantize`.
+    settings: calib_method, percentile, bias_correction, reduce_range, seed, as in `qat.py quantize`.
 
     >>> how = q.calibrate(model, lambda model: [model(images) for images in batches], calib_method='mse')
     """

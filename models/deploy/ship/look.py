@@ -23,7 +23,7 @@ from utils.qat.core.text import pixels
 from utils.qat.vendors.load import measured_by
 from utils.qat.vendors.tensorrt.engine.api import reads
 
-GUESSES = 'tensorrt', 'openvino', 'onnxruntime'  # the first that runs here without fault
+GUESSES = 'tensorrt', 'openvino', 'onnxruntime'  # the first that runs here
 
 
 def engine_for(wanted: str | None, device: torch.device) -> tuple[str, str]:
@@ -33,9 +33,6 @@ def engine_for(wanted: str | None, device: torch.device) -> tuple[str, str]:
         measured = measured_by(name)
         where = device if device.type in measured.runs_on else torch.device('cpu')
         why = measured.missing(name, where)
-        if not why and (fault := measured.int8_fault()):
-            LOGGER.warning(fault)
-            why = '' if wanted else fault
         if not why:
             return name, str(where.index if where.type == 'cuda' else where)
         reasons.append(why)
@@ -78,9 +75,8 @@ def look(config: ShipConfig) -> Plan:
         LOGGER.info(f'--activation relu, faster than SiLU: {price}; keep leaves SiLU')
     files = [f for images in (scored, chosen.dataset) for f in (*images.im_files, *getattr(images, 'label_files', ()))]
     seconds, trt = seconds_per_image(inputs.model, config.imgsz, device), reads() if target.engine else 0
-    return Plan(
-        config, inputs.task, numbers, seconds, where, trt, _digest(inputs.sha256, inputs.images.data.names, files)
-    )
+    digest, overflows = _digest(inputs.sha256, inputs.images.data.names, files), measured_by(engine).overflows()
+    return Plan(config, inputs.task, numbers, seconds, where, trt, digest, reduce_range=overflows)
 
 
 def _digest(weights: str, names: dict[int, str], files: list[str]) -> str:

@@ -51,6 +51,7 @@ class Plan:
     trt: int  # --trt of the installed TensorRT; 0 for other engines
     digest: str  # of all files that a result hangs on
     folder: Path = Path()
+    reduce_range: bool = False  # for an engine whose INT8 sums overflow here
 
     @property
     def target(self) -> Target:
@@ -61,6 +62,11 @@ class Plan:
     def shown(self) -> Target:
         """The target whose files of the float model it takes, and whose backend takes the time; see Target.stand_in."""
         return TARGETS[self.target.stand_in or self.target.name]
+
+    @property
+    def made_for(self) -> dict[str, object]:
+        """Settings of `quantize` and `sensitive` by which the engine's INT8 is right here."""
+        return {'target': self.target.name, 'reduce_range': self.reduce_range}
 
     def learns(self, taught: Path | None) -> bool:
         """Tell whether a run learns its activation functions; taught: see `quantized`."""
@@ -124,7 +130,7 @@ class Plan:
         if self.learns(taught):
             passes += LEARNT * QuantizeConfig.activation_epochs * QuantizeConfig.iters * config.batch_size
         seconds = (TRIALS if options else 1) * (passes * self.seconds + RANGES) + epochs * self.epoch(taught)
-        own = {'target': self.target.name, 'eval_origin': not idle, 'eval_ptq': not idle, **options}
+        own = {**self.made_for, 'eval_origin': not idle, 'eval_ptq': not idle, **options}
         own |= {'weights': taught, 'activation': 'keep'} if taught else {'weights': config.weights}
         words = self.words(QuantizeConfig, *READ, 'calib_images', 'epochs', 'activation', **own)
         title = 'calibration' + ' and fine-tuning' * bool(epochs)
@@ -142,7 +148,7 @@ class Plan:
     def sensitive(self, taught: Path | None = None) -> Step:
         """Return the step that measures what the INT8 of each block costs, for --max-drop."""
         passes = CALIBRATED * self.numbers['calibration'] + OF_UNITS * min(100, self.numbers['val'])
-        own = {'weights': taught or self.config.weights, 'target': self.target.name}
+        own = {'weights': taught or self.config.weights, **self.made_for}
         words = 'sensitive', *self.words(SensitiveConfig, *READ, 'calib_images', **own)
         file = 'summary-sensitive-analysis.json'
         return self.step('sensitive', 'what each block costs', file, passes * self.seconds, 'qat.py', *words)

@@ -19,7 +19,6 @@ from utils.qat.core.text import in_words
 from utils.qat.evaluation.interval import within_interval
 from utils.qat.evaluation.metrics import finds_nothing, from_json
 from utils.qat.untrusted.json_schema import read_json
-from utils.qat.vendors.load import measured_by
 
 # Runs of `quantize`: the first, one without other activation functions, and one with some blocks in float
 ALL, SILU, PARTLY = 'quantize', 'quantize-silu', 'quantize-partly'
@@ -49,8 +48,6 @@ def work(plan: Plan, runner: Runner) -> None:
     loses = [*first.reasons] == ['accuracy'] and not chip
     if loses and within_interval(first.outcome.against_float):
         tried = ['No block returns to float for it: the loss lies within its confidence interval.']
-    elif loses and (fault := measured_by(plan.shown.name).int8_fault()):
-        tried = [f'Nothing else was tried: {fault}.']
     elif loses:
         how = 'all blocks in INT8' + f' and --activation {config.activation}' * (config.activation != 'keep')
         tried = [f'With {how} it {first.outcome}.']

@@ -26,6 +26,7 @@ from utils.qat.core.upstream import Network
 CELLS = QMAX + 1  # INT8 values that are not negative
 SMALLEST = CELLS  # the smallest candidate, in bins: below it an INT8 step is finer than a bin
 TRIED = 512  # candidates whose error is computed at once; together they need 16 MB per intermediate tensor
+REDUCED = QMAX // 2  # of weights with --reduce-range
 BITS = 12
 BINS = 1 << BITS
 MIN_EXPONENT = -100  # the smallest limit is 2^-100, because no range is below MIN_AMAX
@@ -189,12 +190,13 @@ def count_per_bin(x: torch.Tensor, width: torch.Tensor) -> torch.Tensor:
     return torch.bincount(bins, minlength=BINS).double()
 
 
-def calibrate_weights(model: Network) -> None:
-    """Set the amax of each output channel of every weight to its largest magnitude."""
+def calibrate_weights(model: Network, reduce_range: bool = False) -> None:
+    """Set the amax of each output channel of every weight, so that its largest magnitude is 127 steps, with `reduce_range` 63."""
+    wider = QMAX / REDUCED if reduce_range else 1.0
     for module in model.modules():
         quantizer, weight = (getattr(module, name, None) for name in ('weight_quantizer', 'weight'))
         if quantizer is not None and weight is not None:
-            quantizer.set_amax(weight.detach().abs().float().flatten(1).amax(1))
+            quantizer.set_amax(wider * weight.detach().abs().float().flatten(1).amax(1))
 
 
 def require_values(histograms: Mapping[str, Histogram]) -> None:
@@ -274,7 +276,7 @@ def fit_ranges(model: Network, batches: Iterable[torch.Tensor], config: PtqConfi
     """
     histograms = collect_histograms(model, over(batches))
     require_values(histograms)
-    calibrate_weights(model)
+    calibrate_weights(model, config.reduce_range)
     set_ranges(
         model, dict(zip(histograms, histogram_amax(histograms, config.calib_method, config.percentile))), histograms
     )

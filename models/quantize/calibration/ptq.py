@@ -156,7 +156,7 @@ def choose_calibration(
     fitting, others = every_third(images)
     with torch.no_grad(), quantizers_off(model.eval()):
         parts = [(part, [HeadOutputs.of(model(x)) for x in part]) for part in every_third(others)] if known else []
-    calibrate_weights(model)
+    calibrate_weights(model, config.reduce_range)
 
     methods = [config.calib_method] if not auto else CANDIDATES if known else CANDIDATES[:1]
     biases = {path: bias.detach().clone() for path, bias in biases_of(model).items()}

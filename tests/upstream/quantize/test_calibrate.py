@@ -53,6 +53,14 @@ def test_every_quantizer_is_ready(model, method):
             assert m.weight_quantizer._amax.shape == (m.out_channels,) and m.input_quantizer._amax.shape == ()
 
 
+def test_with_a_reduced_range_two_weights_make_at_most_128(model):
+    fit_ranges(model, BATCHES, settings(reduce_range=True))
+    for m in model.modules():
+        if hasattr(m, 'weight_quantizer'):
+            steps = (m.weight.detach().flatten(1).T / m.weight_quantizer.scale).abs().round().amax(0)
+            assert (steps == 63)[m.weight_quantizer._amax > MIN_AMAX].all()
+
+
 def test_it_is_the_float_model_that_is_measured(model):
     """A scale that is set does not change the input of later quantizers: they see float values."""
     fit_ranges(model, BATCHES, settings(calib_method='max'))

@@ -169,6 +169,10 @@ class PtqConfig(Settings):
         'what shares a scale. tied: tensors joined by Concat, MaxPool, split, nearest resize or Add share one scale; free: none do',
         allowed=SCALE_POLICIES,
     )
+    reduce_range: bool = calibration(
+        False,
+        'weights take half of the INT8 range, so that sums of two products fit in 16 bits: for OpenVINO on an x86 CPU without VNNI',
+    )
     activation: str = activations(  # AUTO until the model is known
         AUTO,
         'exchange SiLU for a function that is faster in INT8: a polynomial near to it, or a ReLU or ReLU6, which the model learns. '

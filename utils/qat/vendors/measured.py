@@ -180,10 +180,10 @@ class Measured:
             return str(e)
         return ''
 
-    @staticmethod
-    def int8_fault() -> str:
-        """Return why INT8 costs AP on this machine, whatever the model; '' if it does not."""
-        return ''
+    @classmethod
+    def overflows(cls) -> bool:
+        """Tell whether INT8 is right on this machine only with --reduce-range."""
+        return False
 
     @staticmethod
     def require(backend: str, title: str) -> None:

@@ -8,6 +8,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 from utils.qat.core.text import listed, markdown_table
 from utils.qat.graph.passes import AVERAGE
 
@@ -82,21 +84,42 @@ def layers_of(compiled: openvino.CompiledModel, ms: dict[str, float] | None = No
     return list(by_name.values())
 
 
+def _stored(node: openvino.Node) -> openvino.Node:
+    """Return the constant that a weight is made of, or the FakeQuantize before it."""
+    while node.get_input_size() and node.get_type_name() != 'FakeQuantize':
+        node = node.input_value(0).get_node()
+    return node
+
+
 def quantized_convs(model: openvino.Model) -> dict[str, bool]:
     """Tell whether the weight of each convolution of a model, by name, is quantized."""
 
-    def quantized(node: openvino.Node) -> bool:
-        while node.get_input_size():
-            if node.get_type_name() == 'FakeQuantize':
-                return True
-            node = node.input_value(0).get_node()
-        return node.get_element_type().get_type_name() in INTEGERS
+    def quantized(weight: openvino.Node) -> bool:
+        return weight.get_type_name() == 'FakeQuantize' or weight.get_element_type().get_type_name() in INTEGERS
 
     return {
-        op.get_friendly_name(): quantized(op.input_value(1).get_node())
+        op.get_friendly_name(): quantized(_stored(op.input_value(1).get_node()))
         for op in model.get_ordered_ops()
         if op.get_type_name() in CONV_OPERATORS
     }
+
+
+def sums_fit(model: openvino.Model) -> bool:
+    """Tell whether no sum of two products of INT8 leaves 16 bits, whatever the activations: see `_fits`."""
+    kinds = {*CONV_OPERATORS, 'MatMul'}
+    weighted = [op for op in model.get_ordered_ops() if op.get_type_name() in kinds]
+    return all(_fits(op.get_type_name(), _stored(op.input_value(1).get_node())) for op in weighted)
+
+
+def _fits(kind: str, weight: openvino.Node) -> bool:
+    """Tell whether the two largest weights of an output make at most 128, because 255 * 128 < 2^15; float weights have no such sums."""
+    if weight.get_type_name() != 'Constant':
+        return kind == 'MatMul'  # of two activations; a FakeQuantize stores no integers
+    if weight.get_element_type().get_type_name() != 'i8':
+        return True
+    sizes = np.abs(weight.data.astype(np.int16))
+    outputs = {'Convolution': 1, 'GroupConvolution': 2}.get(kind, 0)  # axes of the weight; 0: all count as one
+    return bool((np.sort(sizes.reshape(*sizes.shape[:outputs], -1))[..., -2:].sum(-1) <= 128).all())
 
 
 class Int8Layers:

@@ -13,7 +13,7 @@ import torch
 from typing_extensions import override
 
 from utils.qat.vendors.measured import Conditions, Measured, Measurement, ModelFile, OpenInputs, input_type
-from utils.qat.vendors.openvino.layers import Int8Layers, layers_of, quantized_convs, run_layers
+from utils.qat.vendors.openvino.layers import Int8Layers, layers_of, quantized_convs, run_layers, sums_fit
 from utils.qat.vendors.openvino.model import load_openvino, metadata, one_core, read_model, refusing
 from utils.qat.vendors.session import Session, Signature, padded_note
 
@@ -30,7 +30,7 @@ HINTS = {
 }
 OVERFLOW = (
     'in OpenVINO sums of two INT8 products overflow 16 bits here, which costs AP: this CPU has no VNNI, or ONEDNN_MAX_CPU_ISA forbids it; '
-    'use a float file, or ONNX Runtime'
+    'quantize with --reduce-range, or use ONNX Runtime'
 )
 ON_CPU = torch.device('cpu')
 
@@ -107,7 +107,7 @@ class OpenVINO(Session):
     @property
     def saturates(self) -> bool:
         """Tell whether sums of INT8 products overflow here. Known after the first run."""
-        return self.int8 is not None and int8_overflows()
+        return self.int8 is not None and int8_overflows() and not sums_fit(self.model)
 
     @override
     def signature(self) -> Signature:
@@ -183,10 +183,10 @@ class MeasuredOpenVINO(Measured):
             self.size += file.with_suffix('.bin').stat().st_size
         return session
 
-    @staticmethod
+    @classmethod
     @override
-    def int8_fault() -> str:
-        return OVERFLOW if int8_overflows() else ''
+    def overflows(cls) -> bool:
+        return not cls.missing('openvino', ON_CPU) and int8_overflows()
 
     @staticmethod
     @override

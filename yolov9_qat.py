@@ -132,8 +132,9 @@ def finetune(model: Network, teacher: Network, images: Batches, epochs: int = 10
     _require_batches(images)
     if not is_quantized(model) or is_quantized(teacher):
         raise QatError('finetune(model, teacher, ...): a calibrated model learns from a float model')
+    how = loop.Learning(epochs, len(images), lr, reduce_range=model.quant['recipe'].get('reduce_range', False))
     with exact_convolutions():
-        return [epoch.loss for epoch in loop.finetune(model, teacher, images, loop.Learning(epochs, len(images), lr))]
+        return [epoch.loss for epoch in loop.finetune(model, teacher, images, how)]
 
 
 def save(model: Network, path: str | Path) -> None:

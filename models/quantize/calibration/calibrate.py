@@ -11,13 +11,13 @@ a cell is a difference of running sums.
 Source of the criteria: Wu et al., "Integer Quantization for Deep Learning Inference" (arXiv:2004.09602), section 5.
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import reduce
 
 import torch
 import torch.nn.functional as F
 
-from models.quantize.quantizers import MIN_AMAX, QMAX, collecting, join_strides, named_quantizers
+from models.quantize.quantizers import MIN_AMAX, QMAX, Quantizer, collecting, join_strides, named_quantizers
 from utils.qat.config.qat import PtqConfig
 from utils.qat.core.distributed import all_reduce
 from utils.qat.core.errors import QatError
@@ -190,13 +190,26 @@ def count_per_bin(x: torch.Tensor, width: torch.Tensor) -> torch.Tensor:
     return torch.bincount(bins, minlength=BINS).double()
 
 
-def calibrate_weights(model: Network, reduce_range: bool = False) -> None:
-    """Set the amax of each output channel of every weight, so that its largest magnitude is 127 steps, with `reduce_range` 63."""
-    wider = QMAX / REDUCED if reduce_range else 1.0
+def weights_of(model: Network) -> Iterator[tuple[Quantizer, torch.Tensor]]:
+    """Yield the quantizer of each weight, and the weight."""
     for module in model.modules():
         quantizer, weight = (getattr(module, name, None) for name in ('weight_quantizer', 'weight'))
         if quantizer is not None and weight is not None:
-            quantizer.set_amax(wider * weight.detach().abs().float().flatten(1).amax(1))
+            yield quantizer, weight.detach()
+
+
+def calibrate_weights(model: Network, reduce_range: bool = False) -> None:
+    """Set the amax of each output channel of every weight, so that its largest magnitude is 127 steps, with `reduce_range` 63."""
+    wider = QMAX / REDUCED if reduce_range else 1.0
+    for quantizer, weight in weights_of(model):
+        quantizer.set_amax(wider * weight.abs().float().flatten(1).amax(1))
+
+
+def clamp_weights(model: Network) -> None:
+    """Clamp each weight to 63 steps, in place: fine-tuning may have moved it beyond a reduced range."""
+    for quantizer, weight in weights_of(model):
+        limit = REDUCED * quantizer.scale.view(-1, *[1] * (weight.ndim - 1))
+        weight.clamp_(-limit, limit)
 
 
 def require_values(histograms: Mapping[str, Histogram]) -> None:

@@ -14,6 +14,7 @@ from itertools import islice
 
 import torch
 
+from models.quantize.calibration.calibrate import clamp_weights
 from models.quantize.calibration.divergence import bins_of
 from models.quantize.finetuning.training_step import GraphedStep, NotFinite, StepState, TrainingStep
 from models.quantize.network import has_known_head
@@ -40,6 +41,7 @@ class Learning:
     compile: bool = False  # replay a CUDA graph
     supervision_stride: int = 1  # every n-th layer is compared
     boxes: bool = False  # whether the divergence of the boxes counts, of a head that is known
+    reduce_range: bool = False  # whether weights stay in half of the INT8 range
 
 
 @dataclass
@@ -136,6 +138,8 @@ def finetune(
                 f'fine-tuning: {e} (epoch {number}); finished epochs are kept; try a smaller --lr than {how.rate}'
             ) from e
         student.zero_grad(set_to_none=True)
+        if how.reduce_range:
+            clamp_weights(student)
         yield Epoch(
             number, torch.stack(losses).mean().item(), len(losses), time.perf_counter() - start, step.state_dict()
         )

@@ -46,13 +46,13 @@ def run_stages(run: Run, plan: QuantizeConfig, work: Work) -> None:
 def fine_tuning(plan: QuantizeConfig) -> Learning:
     """Return how the calibrated model learns; one with ReLUs cannot reproduce every layer, so its boxes count too."""
     assert plan.lr and plan.task_loss is not None and plan.amp and plan.compile is not None
-    rest = plan.task_loss, plan.amp, plan.compile, plan.supervision_stride
-    return Learning(plan.epochs, plan.iters, plan.lr, *rest, boxes=plan.activation in LEARNT)
+    rest = plan.task_loss, plan.amp, plan.compile, plan.supervision_stride, plan.activation in LEARNT, plan.reduce_range
+    return Learning(plan.epochs, plan.iters, plan.lr, *rest)
 
 
 def adaptation(plan: QuantizeConfig) -> Learning:
     """Return how the float model learns its new activation functions."""
-    return replace(fine_tuning(plan), epochs=plan.activation_epochs, rate=RATE, label_weight=0.0)
+    return replace(fine_tuning(plan), epochs=plan.activation_epochs, rate=RATE, label_weight=0.0, reduce_range=False)
 
 
 def keep_model(run: Run, model: Network, start: str, name: str, scoring: bool = True) -> Stage:

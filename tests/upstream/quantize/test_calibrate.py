@@ -5,7 +5,7 @@ import torch
 from helpers.faults import sampled
 from helpers.zoo import image, same, settings, state
 
-from models.quantize.calibration.calibrate import BINS, SEARCH, fit_ranges
+from models.quantize.calibration.calibrate import BINS, SEARCH, clamp_weights, fit_ranges, weights_of
 from models.quantize.convert import quantize_model
 from models.quantize.quantizers import MIN_AMAX, named_quantizers, quantizers_off
 from utils.qat.config.qat import CALIB_METHODS
@@ -59,6 +59,10 @@ def test_with_a_reduced_range_two_weights_make_at_most_128(model):
         if hasattr(m, 'weight_quantizer'):
             steps = (m.weight.detach().flatten(1).T / m.weight_quantizer.scale).abs().round().amax(0)
             assert (steps == 63)[m.weight_quantizer._amax > MIN_AMAX].all()
+            m.weight.data *= 1.5
+    clamp_weights(model)
+    for quantizer, weight in weights_of(model):
+        assert (weight.flatten(1).T / quantizer.scale).abs().max() < 63.5, 'as fine-tuning leaves it'
 
 
 def test_it_is_the_float_model_that_is_measured(model):

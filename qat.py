@@ -21,7 +21,7 @@ from utils.qat.config.common import FolderConfig
 from utils.qat.config.qat import EvalConfig, QuantizeConfig, SensitiveConfig
 from utils.qat.config.settings import add_options, command_words, settings_of
 from utils.qat.config.ship import ShipConfig
-from utils.qat.config.tables import CHECKPOINTS, EXPORTED
+from utils.qat.config.tables import BACKENDS, CHECKPOINTS, EXPORTED
 from utils.qat.core.command import Parser, command, explain_out_of_memory, repeated, resumable, run_command
 from utils.qat.core.distributed import from_first, leave, on_first
 from utils.qat.core.errors import QatError
@@ -112,8 +112,9 @@ def quantize(config: QuantizeConfig, folder: Path | None) -> None:
 
     inputs = open_inputs(config)
     work = open_work(inputs)
-    if not inputs.config.reduce_range and measured_by(inputs.config.target).overflows():
-        LOGGER.warning(f'--target {inputs.config.target}: INT8 is right on this CPU only with --reduce-range')
+    target = inputs.config.target
+    if target in BACKENDS and measured_by(target).overflows() and not inputs.config.reduce_range:
+        LOGGER.warning(f'--target {target}: INT8 is right on this CPU only with --reduce-range')
     folder = from_first(folder)  # the others have None
     begin(inputs, folder)
     run = Run(inputs, work, folder)

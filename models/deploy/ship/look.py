@@ -75,13 +75,14 @@ def look(config: ShipConfig) -> Plan:
         LOGGER.info(f'--activation relu, faster than SiLU: {price}; keep leaves SiLU')
     files = [f for images in (scored, chosen.dataset) for f in (*images.im_files, *getattr(images, 'label_files', ()))]
     seconds, trt = seconds_per_image(inputs.model, config.imgsz, device), reads() if target.engine else 0
-    digest, overflows = _digest(inputs.sha256, inputs.images.data.names, files), measured_by(engine).overflows()
-    return Plan(config, inputs.task, numbers, seconds, where, trt, digest, reduce_range=overflows)
+    digest = _digest(engine, inputs.sha256, inputs.images.data.names, files)
+    reduced = measured_by(engine).overflows()
+    return Plan(config, inputs.task, numbers, seconds, where, trt, digest, reduce_range=reduced)
 
 
-def _digest(weights: str, names: dict[int, str], files: list[str]) -> str:
-    """Digest the weights, this toolkit, the names of the classes, and names, sizes and times of all images and labels."""
+def _digest(engine: str, weights: str, names: dict[int, str], files: list[str]) -> str:
+    """Digest the engine, the weights, this toolkit, the names of the classes, and names, sizes and times of all images and labels."""
     patched = TREE / '.yolov9-qat.manifest'  # the versions of our files
     known = [(file, os.path.exists(file) and os.stat(file)[6:9:2]) for file in files]  # size, and time of last change
-    content = repr((weights, names, patched.read_text() if patched.is_file() else '', known))
+    content = repr((engine, weights, names, patched.read_text() if patched.is_file() else '', known))
     return hashlib.sha256(content.encode(errors='surrogateescape')).hexdigest()

@@ -49,7 +49,7 @@ class Plan:
     seconds: float  # that PyTorch takes for an image
     engine_device: str  # --device of the benchmark
     trt: int  # --trt of the installed TensorRT; 0 for other engines
-    digest: str  # of all files that a result hangs on
+    digest: str  # of the engine and all files that a result hangs on
     folder: Path = Path()
     reduce_range: bool = False  # for an engine whose INT8 sums overflow here
 

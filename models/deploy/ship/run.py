@@ -70,7 +70,9 @@ def ship(config: ShipConfig) -> None:
     path = config.project / config.name
     last, taken = last_run(path, plan.digest) if config.resume else (None, {})
     if config.resume and not last and path.exists():
-        LOGGER.info(f'--resume: no run of these weights, images and labels in {path}, so a new one begins')
+        LOGGER.info(
+            f'--resume: no run of these weights, images and labels for this engine in {path}, so a new one begins'
+        )
     with own_folder(SimpleNamespace(**{**vars(config), 'resume': last})) as folder:
         settings = {**vars(plan.config), 'name': folder.name}
         again = command('qat.py', 'ship', *command_words(settings, ShipConfig), '--resume')

@@ -171,7 +171,7 @@ class PtqConfig(Settings):
     )
     reduce_range: bool = calibration(
         False,
-        'weights take half of the INT8 range, so that sums of two products fit in 16 bits: for OpenVINO on an x86 CPU without VNNI',
+        'weights take half of the INT8 range, for OpenVINO on x86 CPUs without VNNI: so sums of two products fit in 16 bits',
     )
     activation: str = activations(  # AUTO until the model is known
         AUTO,

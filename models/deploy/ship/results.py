@@ -77,9 +77,8 @@ class Results:
         whole = (self.plan.folder / self.run / 'report.md').read_text(encoding='utf-8')
         placed = f': {target.placement}' * bool(target.placement)
         said = f'Q/DQ as {target.title} wants them, docs/placement.md{placed}. Taken: '
-        said += (
-            f'--activation {config.activation}, --epochs {config.epochs}{", --reduce-range" * self.plan.reduce_range}.'
-        )
+        said += f'--activation {config.activation}, --epochs {config.epochs}'
+        said += ', --reduce-range' * self.plan.reduce_range + '.'
         return [escaped(said), *whole[whole.index('## Calibration') :].partition('## Files')[0].strip().split('\n\n')]
 
     def seen(self) -> list[str]:

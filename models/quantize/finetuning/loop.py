@@ -41,7 +41,7 @@ class Learning:
     compile: bool = False  # replay a CUDA graph
     supervision_stride: int = 1  # every n-th layer is compared
     boxes: bool = False  # whether the divergence of the boxes counts, of a head that is known
-    reduce_range: bool = False  # whether weights stay in half of the INT8 range
+    reduce_range: bool = False  # whether quantized weights stay in half of the INT8 range
 
 
 @dataclass

@@ -52,7 +52,7 @@ def fine_tuning(plan: QuantizeConfig) -> Learning:
 
 def adaptation(plan: QuantizeConfig) -> Learning:
     """Return how the float model learns its new activation functions."""
-    return replace(fine_tuning(plan), epochs=plan.activation_epochs, rate=RATE, label_weight=0.0, reduce_range=False)
+    return replace(fine_tuning(plan), epochs=plan.activation_epochs, rate=RATE, label_weight=0.0)
 
 
 def keep_model(run: Run, model: Network, start: str, name: str, scoring: bool = True) -> Stage:

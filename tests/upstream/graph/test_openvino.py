@@ -146,6 +146,15 @@ def test_an_export_is_compared_unless_sums_overflow(small, tmp_path, allowed, re
     assert (tmp_path / 'model.xml').is_file()
 
 
+@pytest.mark.skipif(platform.machine() not in ('x86_64', 'AMD64'), reason='instruction sets of x86')
+@pytest.mark.parametrize('flag', [[], ['--reduce-range']])
+def test_quantize_warns_where_sums_overflow(small, tmp_path, flag):
+    extra = '--calib-images 2 --calib-method max --imgsz 64 --workers 0 --epochs 0 --no-eval-origin --no-eval-ptq --device cpu'
+    words = 'quantize', '--weights', small.single, '--data', small.data, '--target', 'openvino', '--project', tmp_path
+    said = fresh('qat.py', *words, *extra.split(), *flag, env={**os.environ, 'ONEDNN_MAX_CPU_ISA': 'AVX2'})
+    assert ('right on this CPU only with --reduce-range' in said) == (not flag)
+
+
 def test_batches_and_order_do_not_matter(exports):
     model, floating = (open_file(exports / f'{name}.onnx', CPU, 'openvino') for name in ('int8', 'float'))
     images = image(SIDE, batch=16)

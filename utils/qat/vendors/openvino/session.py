@@ -107,7 +107,12 @@ class OpenVINO(Session):
     @property
     def saturates(self) -> bool:
         """Tell whether sums of INT8 products overflow here. Known after the first run."""
-        return self.int8 is not None and int8_overflows() and not sums_fit(self.model)
+        return self.int8 is not None and int8_overflows() and not self.sums_fit
+
+    @cached_property
+    def sums_fit(self) -> bool:
+        """Whether no sum of two products leaves 16 bits; of a large model that takes a second."""
+        return sums_fit(self.model)
 
     @override
     def signature(self) -> Signature:

@@ -4,7 +4,7 @@ Each model is saved, scored as it was saved, and gets the name that carries its 
 """
 
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from copy import deepcopy
 from dataclasses import replace
 from functools import partial
@@ -66,52 +66,71 @@ def keep_model(run: Run, model: Network, start: str, name: str, scoring: bool = 
 def adapted(run: Run, plan: QuantizeConfig, work: Work) -> Network:
     """Exchange activation functions, teach the float model those that it has to learn, save and score it, and return it.
 
-    With a summary that ranks them as many stay as plan.max_drop needs before the model learns; without one it learns until plan.max_drop
-    is kept.
+    It learns until plan.max_drop is kept. If it is not, and a summary ranks the functions, more and more of them stay, and it learns from the start.
     """
     kept, state, activation = work.float_functions, run.state, plan.activation
-    budget = None if plan.sensitive else plan.max_drop
+    budget = plan.max_drop if kept.summary or not plan.sensitive else None
     if state.adapted:
         return run.load(state.adapted.file)
-    student = exchanged(run.model, activation, kept.exchanged)
 
-    def trial(tried: Kept) -> Network:
-        return finish_exchange(restore(deepcopy(student), tried.paths))
+    def student(stay: Sequence[str]) -> Network:
+        return restore(exchanged(run.model, activation, kept.exchanged), stay)
 
-    if not state.training:
-        if kept.summary and plan.max_drop is not None:
-            images = state.images[state.chosen_on]
-            kept, _ = within_budget(kept, plan.max_drop, images, trial, partial(change_by, run))
-        state.kept_activations = kept.paths
-    student = restore(student, state.kept_activations)
-    LOGGER.info(f'{len(exchanges(student))} activation functions become {activation}')
-    loss = None
-    if work.adaptation:
-        what, how = f'{activation}, epoch', adaptation(plan)
-        learn = partial(adapt, student, deepcopy(run.model), work.adaptation, how)
-        for epoch in kept_epochs(learn, work.adaptation, run, what, how.epochs):
-            loss = epoch.loss
-            state.times[f'{activation} {EPOCH.format(epoch.number)}'] = round(epoch.seconds, 2)
-            left = how.epochs - epoch.number
-            time_left = f'; {left} more take about {in_words(left * epoch.seconds)}' * bool(left)
-            LOGGER.info(f'{what} {epoch.number}: loss {loss:.4f}{time_left}')
-            run.report()
-            if (
-                left
-                and budget is not None
-                and is_exchanged(student)
-                and keeps(change_by(run, finish_exchange(deepcopy(student)).eval()), budget)
-            ):
-                LOGGER.info(f'--max-drop {budget:g}: kept, so {left} epochs are left out')
-                break
-    stage = keep_model(run, finish_exchange(student).eval(), f'float_{activation}', ADAPTED, plan.eval_ptq)
-    if budget is not None and stage.against_float and not keeps(stage.against_float, budget):
-        LOGGER.warning(
-            f'--max-drop {budget:g}: not kept; give more --activation-epochs, or let some layers keep SiLU: docs/activations.md'
+    if kept.summary and budget is not None and not work.adaptation:
+        images = state.images[state.chosen_on]
+        kept, _ = within_budget(
+            kept, budget, images, lambda tried: finish_exchange(student(tried.paths)), partial(change_by, run)
         )
-    stage.loss, state.adapted, state.training = loss, stage, None
+    state.kept_activations = state.kept_activations or kept.paths  # a resumed run has some
+    order = kept.by_distortion_per_flop()
+    while True:
+        model = student(state.kept_activations)
+        LOGGER.info(f'{len(exchanges(model))} activation functions become {activation}')
+        staying = sum(set(unit['twins']) <= set(state.kept_activations) for unit in order)
+        what = activation + f' without {staying} unit{"s" * (staying > 1)}' * bool(staying)
+        loss = learn(run, plan, work.adaptation, model, what, budget) if work.adaptation else None
+        scoring = plan.eval_ptq or budget is not None
+        stage = keep_model(run, finish_exchange(model).eval(), f'float_{activation}', ADAPTED, scoring)
+        stage.loss, state.training = loss, None
+        more = max(1, 2 * staying)
+        if budget is None or not stage.against_float or keeps(stage.against_float, budget):
+            break
+        if more >= len(order):
+            others = (
+                f', or --sensitive with the summary of `sensitive --activation {activation}`: then some keep theirs'
+            )
+            LOGGER.warning(f'--max-drop {budget:g}: not kept; give more --activation-epochs{others * (not order)}')
+            break
+        state.kept_activations = kept.adding(order[:more]).paths
+        del state.resampled[state.chosen_on][ADAPTED]  # what is learnt anew is compared with the float model too
+        run.keep()
+    state.adapted = stage
     run.keep()
     return run.load(stage.file)
+
+
+def learn(
+    run: Run, plan: QuantizeConfig, images: TrainingImages, student: Network, what: str, budget: float | None
+) -> float:
+    """Teach an exchanged float model in place, until it keeps the budget in points of AP; None = all epochs. Returns the last loss.
+
+    `what` it learns is for the log.
+    """
+    how, state, loss = adaptation(plan), run.state, 0.0
+    teach = partial(adapt, student, deepcopy(run.model), images, how)
+    for epoch in kept_epochs(teach, images, run, f'{what}, epoch', how.epochs):
+        loss = epoch.loss
+        state.times[f'{what} {EPOCH.format(epoch.number)}'] = round(epoch.seconds, 2)
+        left = how.epochs - epoch.number
+        time_left = f'; {left} more take about {in_words(left * epoch.seconds)}' * bool(left)
+        LOGGER.info(f'{what}, epoch {epoch.number}: loss {loss:.4f}{time_left}')
+        run.report()
+        if left and budget is not None and is_exchanged(student):
+            trial = finish_exchange(deepcopy(student)).eval()
+            if keeps(change_by(run, trial), budget):
+                LOGGER.info(f'--max-drop {budget:g}: kept, so {left} epochs are left out')
+                break
+    return loss
 
 
 def keeps(change: Change, budget: float) -> bool:

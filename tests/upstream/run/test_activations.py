@@ -392,6 +392,23 @@ def test_the_costliest_functions_stay(small, summary, tmp_path, choice):
     assert sorted(exchangeable(model, 'relu')) == sorted(stay)
 
 
+def test_what_learning_does_not_win_back_stays(small, summary, tmp_path):
+    """Twice as many units each time, those of the highest cost first, learnt from the start, until the budget is kept."""
+    words = quantize(small, tmp_path, 2, 0, '--sensitive', summary, '--max-drop', 0)
+    assert '--resume' in interrupt('relu without 1 unit, epoch 2/2', 1, *words)
+    said = command('qat.py', 'quantize', '--resume', tmp_path / 'exp')
+    report = json.loads((tmp_path / 'exp' / 'report.json').read_text())
+    ranked = sorted(json.loads(summary.read_text())['units'], key=lambda u: -u['distortion'] / u['flops'])
+    stay, n = report['kept_activations'], 1
+    while n < len(ranked) and len(stay) > sum(len(unit['twins']) for unit in ranked[:n]):
+        n *= 2
+    assert sorted(stay) == sorted(path for unit in ranked[:n] for path in unit['twins'])
+    model = load_any(tmp_path / 'exp' / report['adapted']['file'])[0]
+    assert sorted(exchangeable(model, 'relu')) == sorted(stay)
+    kept = report['adapted']['against_float']['difference'] >= 0
+    assert kept or ('not kept' in said and 2 * n >= len(ranked))
+
+
 def test_a_summary_of_another_activation_is_refused(small, summary, tmp_path):
     recipe = '--activation', 'keep', '--sensitive', summary, '--keep-float', 1
     said = command(*command_of('quantize', small, tmp_path, *recipe), code=2)

@@ -298,7 +298,7 @@ class QuantizeConfig(CalibrationConfig):
     keep_float: int = layers(0, 'leave the N most sensitive units of SUMMARY in float', allowed=Range(0))
     max_drop: float | None = layers(
         None,
-        'leave units of SUMMARY in float until calibration loses at most so many points of AP; without SUMMARY ReLUs are learnt until then',
+        'leave units of SUMMARY in float, or their SiLU, until at most so many points of AP are lost; without SUMMARY ReLUs are learnt until then',
         metavar='POINTS',
         allowed=POINTS,
     )

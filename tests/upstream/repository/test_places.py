@@ -210,7 +210,7 @@ def test_nothing_is_written_but_to_the_project(job):
 def test_the_label_cache_that_cannot_be_written_is_told_of(job):
     if job.user is None:
         pytest.skip('root can write to read-only folders, and there is no setpriv that makes another user of it')
-    assert 'is not writeable' in job.said['quantize'] and 'Traceback' not in job.said['quantize']
+    assert 'so each command reads the labels anew' in job.said['quantize'] and 'Traceback' not in job.said['quantize']
 
 
 def test_a_user_may_not_write_to_the_tree(job):

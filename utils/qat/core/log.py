@@ -186,12 +186,12 @@ class _WithoutBars:
 
 
 @contextlib.contextmanager
-def quiet_upstream() -> Iterator[None]:
-    """Hide upstream's messages in the block, but not its warnings; --verbose shows all."""
+def quiet_upstream(shown: int = logging.WARNING) -> Iterator[None]:
+    """Hide upstream's messages in the block below the level `shown`; --verbose shows all."""
     from utils.general import LOGGER as upstream  # here, because it imports torch, and `-h` must not load it
 
     level = upstream.level
-    upstream.setLevel(level if is_verbose() else logging.WARNING)
+    upstream.setLevel(level if is_verbose() else shown)
     try:
         stream = _WithoutBars(sys.stderr, sys.stderr.isatty() and TERMINAL.level <= logging.INFO)
         with contextlib.redirect_stderr(stream):  # type: ignore[type-var]  # has all of stderr by __getattr__

@@ -5,6 +5,7 @@ in one line with its name.
 """
 
 import contextlib
+import logging
 import math
 import os
 import re
@@ -219,8 +220,10 @@ class Readable:
         cache = path.readlink()
         own = cache.with_name(f'.{cache.stem}.{os.getpid()}.tmp.cache')
         found = super().cache_labels(own, prefix)  # type: ignore[misc]  # upstream's dataset has it
-        with contextlib.suppress(FileNotFoundError):  # upstream warns where it cannot write
+        if own.exists():
             own.replace(cache)
+        elif cache.parent.exists():  # else there are no labels
+            LOGGER.warning(f'{cache}: cannot be written, so each command reads the labels anew')
         return found
 
     def load_image(self, i: int) -> tuple:
@@ -268,8 +271,8 @@ def open_dataset(
     files = [file for path in paths for file in image_files(Path(path), f'{data.flag} {data.file}: {key}')]
     require_images(files, data.flag, data.file)
     cache = require_own_cache(files, paths)
-    # the first process writes the cache of the labels
-    with first_goes_ahead(), quiet_upstream(), TemporaryDirectory() as scratch:
+    # The first process writes the cache of the labels. What upstream warns of, labels and their cache, is said here.
+    with first_goes_ahead(), quiet_upstream(logging.ERROR), TemporaryDirectory() as scratch:
         listed = Path(scratch, 'images.txt')
         write_text(listed, '\n'.join(files))
         listed.with_suffix('.cache').symlink_to(cache)

@@ -280,10 +280,22 @@ def test_files_of_one_name_get_folders_with_the_names_of_their_runs(small, tmp_p
     assert sorted(f.name for f in (tmp_path / 'eval').iterdir()) == made
     said = command('qat.py', 'eval', *words, '--weights', files[0], files[0], '--exist-ok', code=2)
     assert 'several files are called a-best.pt' in said
-    (tmp_path / 'broken.pt').write_text('no checkpoint')
-    command('qat.py', 'eval', *words, '--weights', *files[:2], tmp_path / 'broken.pt', '--name', 'cut', code=2)
+    other = torch.load(small.single, weights_only=False)
+    other['model'].names = [*'jihgfedcba']
+    torch.save(other, tmp_path / 'other.pt')
+    (tmp_path / 'letters.yaml').write_text(
+        re.sub('names:.*', f'names: {[*"abcdefghij"]}', small.data.read_text(), flags=re.S)
+    )
+    others = '--weights', *files[:2], tmp_path / 'other.pt', '--data', tmp_path / 'letters.yaml', '--name', 'cut'
+    command('qat.py', 'eval', *words, *others, code=2)
     report = (tmp_path / 'eval/cut/report.md').read_text()
-    assert f'{files[1]} - {files[0]}, points' in report, 'of the files before one that does not fit'
+    assert f'{files[1]} - {files[0]}, points' in report, 'of the files before one that does not fit the data'
+
+
+def test_a_file_that_does_not_take_the_size_is_refused_before_any_is_scored(small, exported, tmp_path):
+    words = '--weights', small.single, exported / 'single.onnx', '--data', small.data, '--imgsz', 64, *QUICK
+    said = command('qat.py', 'eval', *words, '--project', tmp_path, code=2)
+    assert f'takes {HEIGHT} x {WIDTH}; leave the flag out' in said and not [*tmp_path.iterdir()]
 
 
 def test_an_ap_that_compares_with_no_other_is_said_to_be_so(small, tmp_path):

@@ -1,7 +1,6 @@
 """The work of `qat.py eval` and `val_trt.py`: score each model on the val images of a data YAML, and write a report."""
 
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -162,8 +161,8 @@ def _write_report(
 def score_files(configs: Sequence[EvalConfig], load_model: Load) -> None:
     """Score files one after the other, each in its own folder; a report of all compares several with the first.
 
-    `load_model` makes a model, see file_model.py, from file, device and backend. If a file does not fit the settings or the
-    data, the scores of the files before it stay.
+    `load_model` makes a model, see file_model.py, from file, device and backend. A file that does not fit the settings is refused
+    before any is scored. If one does not fit the data, the scores of the files before it stay.
     """
     if len(configs) == 1:
         score_file(configs[0], load_model, bool(configs[0].baseline), {})
@@ -184,18 +183,18 @@ def _on_alike_images(configs: Sequence[EvalConfig], load_model: Load) -> Sequenc
     """Let all files see the same images, because another shape changes AP more than INT8 does.
 
     They are squares if one of the files was exported, and without --imgsz they have the size for which some were exported or
-    quantized.
+    quantized. Raises QatError for a file that cannot be loaded or does not take --imgsz.
     """
     files = [config.weights for config in configs] + [config.baseline for config in configs if config.baseline]
     if any(file.suffix.lower() not in CHECKPOINTS for file in files):
         configs = [replace(config, square=True) for config in configs]
-    if configs[0].imgsz:
-        return configs
     made_for: dict[object, Path] = {}
     for config in configs:
-        with suppress(QatError):  # raised when it is its turn
-            model = load_model(config.weights, select_device(config.device), config.backend)
-            made_for[model.imgsz or model.quantized_for] = config.weights
+        model = load_model(config.weights, select_device(config.device), config.backend)
+        config.for_model(model)
+        made_for[model.imgsz or model.quantized_for] = config.weights
+    if configs[0].imgsz:
+        return configs
     sizes = sorted(size for size in made_for if size)
     texts = [f'{height} x {width} ({made_for[height, width]})' for height, width in sizes]
     if len(sizes) > 1:

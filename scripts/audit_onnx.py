@@ -35,7 +35,7 @@ def in_openvino(file: Path, reasons: dict[str, str], shown: int | None) -> tuple
 
     from utils.qat.core.machine import instruction_sets
     from utils.qat.vendors.openvino.layers import layers_text, plain_layers
-    from utils.qat.vendors.openvino.session import OpenVINO
+    from utils.qat.vendors.openvino.session import OVERFLOW, OpenVINO
 
     session = OpenVINO(file, torch.device('cpu'))
     inputs = session.signature().inputs
@@ -43,6 +43,8 @@ def in_openvino(file: Path, reasons: dict[str, str], shown: int | None) -> tuple
         raise QatError(f'{file}: leaves the image size open; export with a fixed --imgsz for --openvino')
     layers = session.profile({name: tuple(n or 1 for n in shape) for name, shape in inputs.items()})
     head = f'{session.notes[0]}; {", ".join(instruction_sets()) or "instruction sets unknown"}'
+    if session.saturates:
+        LOGGER.warning(OVERFLOW)
     return f'{head}\n{layers_text(layers, reasons, shown)}', {'made by': head, **plain_layers(layers, reasons)}
 
 

@@ -139,10 +139,12 @@ def test_an_export_is_compared_unless_sums_overflow(small, tmp_path, allowed, re
     calibrate_weights(model, reduced)
     save_model(tmp_path / 'model.pt', model, {'imgsz': [SIDE, SIDE]}, '')
     environment = {**os.environ, 'ONEDNN_MAX_CPU_ISA': allowed}
-    arguments = '--weights', tmp_path / 'model.pt', '--include', 'openvino', '--imgsz', SIDE
+    arguments = '--weights', tmp_path / 'model.pt', '--include', 'openvino', 'onnx', '--imgsz', SIDE
     said = fresh('export_qat.py', *arguments, env=environment)
+    audited = fresh('scripts/audit_onnx.py', tmp_path / 'model.onnx', '--openvino', env=environment)
     sums_fit = reduced or (allowed == 'ALL' and VNNI & {*instruction_flags()})
     assert (OVERFLOW not in said) == ('without a comparison' not in said) == bool(sums_fit)
+    assert (OVERFLOW not in audited) == bool(sums_fit)
     assert (tmp_path / 'model.xml').is_file()
 
 

@@ -71,14 +71,17 @@ def test_a_float_verdict_has_both_figures_and_the_limit_that_was_missed(speedup,
 
 
 def test_only_what_can_still_be_done_is_advised():
-    def advised(reasons, taken, epochs=0, amx=False):
-        config = ShipConfig(Path('w.pt'), activation=taken, epochs=epochs, imgsz=640)
+    def advised(reasons, taken, epochs=0, amx=False, engine='openvino'):
+        config = ShipConfig(Path('w.pt'), activation=taken, epochs=epochs, imgsz=640, for_=engine)
         return ' '.join(would_change(reasons, config, ('polynomial', 'relu'), amx))
 
     assert not advised([], 'keep')
     slow = advised(['speed'], 'polynomial')
     assert '--activation relu' in slow and '--activation polynomial' not in slow and '--batch 8' in slow
     assert '--activation' not in advised(['speed'], 'relu')
+    assert '--activation relu --epochs 10. INT8 took 0.5 to 0.74 of' in slow, 'it learns from labels in --epochs'
+    other = advised(['speed'], 'keep', epochs=3, engine='onnxruntime')
+    assert '--activation relu. INT8 took 0.75 of' in other and 'epochs 10' not in other, 'figures of the engine itself'
     assert 'AMX' in advised(['speed'], 'keep', amx=True) and 'AMX' not in slow
     assert '--epochs' in advised(['accuracy'], 'keep') and '--epochs' not in advised(['accuracy'], 'keep', epochs=3)
 

@@ -4,13 +4,15 @@ from collections.abc import Collection
 from typing import NamedTuple
 
 from utils.qat.benchmark.baseline import Gain
-from utils.qat.config.qat import PRICES
+from utils.qat.config.qat import LEARNT, PRICES
 from utils.qat.config.ship import ShipConfig
 from utils.qat.evaluation.interval import Part, in_points
 
-SPEEDS = {  # --activation → of INT8, with it / with SiLU, docs/activations.md
-    'polynomial': 'in OpenVINO 0.61 to 0.92 of the time',
-    'relu': 'in OpenVINO 0.5 to 0.74, in TensorRT 0.82 to 0.93 of the time',
+SPEEDS = {  # engine, --activation → time of INT8 with it, of that with SiLU, docs/activations.md
+    ('openvino', 'polynomial'): '0.61 to 0.92',
+    ('openvino', 'relu'): '0.5 to 0.74',
+    ('tensorrt', 'relu'): '0.82 to 0.93',
+    ('onnxruntime', 'relu'): '0.75',
 }
 
 
@@ -56,11 +58,12 @@ def would_change(reasons: Collection[str], config: ShipConfig, gains: Collection
     """Say what would change a verdict for float. config: of the run; gains: activations that are faster in the engine."""
     said = []
     if 'speed' in reasons:
-        said += [
-            f'Another activation: --activation {name}. INT8 took {SPEEDS[name]} with SiLU; {PRICES[name]}.'
-            for name in gains
-            if config.activation not in (name, 'relu')
-        ]
+        for name in gains:
+            words = f'{name} --epochs 10' if name in LEARNT and not config.epochs else name
+            share = SPEEDS.get((config.for_ or '', name))
+            took = f' INT8 took {share} of the time with SiLU;' * bool(share)
+            more = f'Another activation: --activation {words}.{took} {PRICES[name]}.'
+            said += [more] * (config.activation not in (name, 'relu'))
         size = max(config.imgsz)
         said += [f'More to compute: --batch {8 * config.batch}, images above {size} pixels, or a larger model.']
         said += ['Another CPU: AMX makes BF16 fast, so that INT8 gains less than on one without.'] * amx

@@ -39,12 +39,12 @@ def image_files(path: Path) -> dict[Path, str]:
     """List the images at `path`, a file or a folder with folders: file → its name in there."""
     from utils.dataloaders import IMG_FORMATS
 
-    if path.is_dir():
-        files = {f: str(f.relative_to(path)) for f in sorted(path.rglob('*')) if f.suffix[1:].lower() in IMG_FORMATS}
-    else:
-        files = {path: path.name} if path.is_file() else {}
+    found, folder = (sorted(path.rglob('*')), path) if path.is_dir() else ([path] * path.is_file(), path.parent)
+    files = {f: str(f.relative_to(folder)) for f in found if f.suffix[1:].lower() in IMG_FORMATS}
     if not files:
-        raise QatError(f'{path}: no such image, nor a folder with images ({", ".join(IMG_FORMATS)})')
+        raise QatError(
+            f'{path}: no image, nor a folder with images ({", ".join(IMG_FORMATS)}); give one as the last word'
+        )
     return files
 
 

@@ -183,7 +183,8 @@ benchmark_trt.py --device cpu
 scripts/infer_onnx.py --device cpu
     missing.onnx {images}              | MODEL missing.onnx: no such file
     {images} {images}                  | MODEL
-    {files}/float.onnx missing         | missing: no such image, nor a folder with images
+    {files}/float.onnx missing         | missing: no image, nor a folder with images
+    {files}/float.onnx {data}          | no image, nor a folder with images
     {wrong}/plugin.onnx {images}       | its NMS is EfficientNMS_TRT, which TensorRT alone has
 scripts/draw_engine.py
     --layer {out}/none.json            | none.json; no such file

@@ -24,7 +24,9 @@ CASES = """
 qat.py quantize --weights {single} --hyp {hyp} --data {data} --imgsz 64 --workers 0 --device cpu
     --weights {wrong}/none.pt          | --weights; no such file
     --weights {wrong}                  | --weights; not a file
-    --weights {wrong}/text.pt          | text.pt; not a PyTorch checkpoint
+    --weights {wrong}/text.pt          | text.pt; not a PyTorch checkpoint; copy it again
+    --weights {wrong}/empty.pt         | empty.pt; not a PyTorch checkpoint (or cut short): empty; copy it again
+    --weights {wrong}/older.pt         | write it again; if that fails, it is cut: copy it again
     --weights {wrong}/dict.pt          | dict.pt; no YOLOv9 model
     --weights {wrong}/state.pt         | has weights without their network; upstream train.py
     --weights {wrong}/module.pt        | upstream train.py
@@ -276,6 +278,8 @@ def wrong(small, tmp_path_factory):
     for name, text in texts.items():
         (folder / name).write_text(text)
     torch.save({'a': 1}, folder / 'dict.pt')
+    torch.save({'a': 1}, folder / 'older.pt', _use_new_zipfile_serialization=False)
+    (folder / 'empty.pt').touch()
     torch.save({'model': small.float_model().state_dict()}, folder / 'state.pt')
     torch.save({'model': torch.nn.Conv2d(3, 3, 1)}, folder / 'module.pt')
     shutil.copy(small.single, folder / 'suffix.onnx')

@@ -39,6 +39,7 @@ MEMBERS = re.compile(
     r'[^/]+/(data\.pkl|version|byteorder|\.format_version|\.storage_alignment|\.data/serialization_id|data/\d+)'
 )
 HEADER = struct.Struct('<4s5H3L2H')  # header of a member: signature, ..., length of its name, of its extra field
+OLDER = b'\x80\2\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19.'  # start of files of PyTorch before 1.6
 AGAIN = "if you trust it, write it again: python -c \"import torch; torch.save(torch.load('OLD.pt', weights_only=False), 'NEW.pt')\""
 
 
@@ -268,9 +269,9 @@ def _members(
     Returns name without the leading folder → bytes, and name → CRC-32.
     """
     if content[:4] != b'PK\3\4':
-        raise zipfile.BadZipFile(
-            f'it does not begin as torch.save writes it since version 1.6; if it is an older file, {AGAIN}'
-        )
+        if content[: len(OLDER)] == OLDER:
+            raise zipfile.BadZipFile(f'it is of PyTorch before 1.6; {AGAIN}; if that fails, it is cut: copy it again')
+        raise zipfile.BadZipFile(f'{"torch.save did not write it" if content else "empty"}; copy it again')
     with zipfile.ZipFile(file) as archive:
         infos, last = sorted(archive.infolist(), key=lambda info: info.header_offset), archive.start_dir
     if not any(info.filename.endswith(f'/{needed}') for info in infos):

@@ -332,6 +332,7 @@ def test_the_report_of_quantize(chain):
         '| `--epochs`' in text
         and '`--lr`' not in text
         and re.search(r'Ranges of activations by mse on \d+ images, ', text)
+        and 'on calibration images that neither fisher nor the biases were fitted to' in text
     )
     made_by = shlex.split(re.search(r'(?m)^python qat.py quantize .*$', text)[0])[3:]
     config, again = (parse_args(['quantize', *map(str, words)]) for words in (chain['quantize'][0][1:], made_by))

@@ -237,7 +237,7 @@ def calibration_text(calibration: Calibration) -> str:
     rows = [(name, f'{value:.5f}', 'chosen' if name == kept else '') for name, value in divergences.items()]
     return (
         f'{escaped(chosen)}: of the compared calibrations the one whose outputs are closest to those of the float model '
-        f'(divergence 0: the same), on images that nothing was fitted to:\n\n{markdown_table(("calibration", "divergence", ""), rows)}'
+        f'(divergence 0: the same), on calibration images that neither fisher nor the biases were fitted to:\n\n{markdown_table(("calibration", "divergence", ""), rows)}'
     )
 
 

@@ -5,7 +5,7 @@ from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 
-from models.deploy.formats.format import Export, Format
+from models.deploy.formats.format import Export, Format, Written
 from utils.qat.config.common import LoaderConfig
 from utils.qat.config.tables import BACKENDS
 from utils.qat.core.files import sha256, write_json
@@ -29,11 +29,12 @@ class Verification:
     def keeps_limits(self) -> bool:
         """Compare each file that runs here with PyTorch. Returns whether all keep the limits."""
         written = [(each, self.export.written[each.name]) for each in self.export.formats]
-        kept = [self._compare(each, file.path, file.backend) for each, file in written if file.backend]
+        kept = [self._compare(each, file, file.backend) for each, file in written if file.backend]
         return all(kept)
 
-    def _compare(self, file_format: Format, path: Path, backend: str) -> bool:
+    def _compare(self, file_format: Format, written: Written, backend: str) -> bool:
         """Log the verdict on a file that `backend` runs, write a .verify.json beside it, and tell whether the limits are kept."""
+        path, file = written.path, written.verdict
         export, config, task = self.export, self.export.config, self.export.predict.task
         title = BACKENDS[backend].title
         device, limits = export.predict.device, config.limits(export.int8)
@@ -47,8 +48,6 @@ class Verification:
             task=task,
         )
         beyond = task.comparing().beyond_limits(comparison, limits)
-        # MODEL.verify.json, but MODEL.xml.verify.json: both files may be verified
-        file = path.with_name(f'{path.stem if path.suffix == ".onnx" else path.name}.verify.json')
         library = find_spec(backend) and import_module(backend)  # PyTorch runs the other files
         write_json(
             file,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
@@ -20,8 +21,11 @@ from utils.qat.config.tables import BACKENDS, FORMATS
 from utils.qat.core.files import require_ours
 from utils.qat.core.machine import select_device
 from utils.qat.core.text import pixels
+from utils.qat.untrusted.json_schema import anything, read_json
 from utils.qat.untrusted.torchvision_weights import fetch
 from utils.qat.vendors.next_step import after_scoring
+
+VERDICT = {'onnx': {'file': str, 'sha256': str}, str: anything}  # kind of a .verify.json of ours
 
 
 @dataclass
@@ -48,6 +52,11 @@ class Written:
     def path(self) -> Path:
         """The format's own file."""
         return next(iter(self.files.values()))
+
+    @property
+    def verdict(self) -> Path:
+        """The results of --verify: MODEL.verify.json, but MODEL.xml.verify.json, because both files may be verified."""
+        return self.path.with_name(f'{self.path.stem if self.path.suffix == ".onnx" else self.path.name}.verify.json')
 
     @property
     def named_backend(self) -> str | None:
@@ -116,7 +125,10 @@ class Export:
         with TemporaryDirectory() as scratch:
             for each in with_sources(formats):
                 path = own.get(each.name) or Path(scratch) / f'model{FORMATS[each.name].suffix}'
-                self.written[each.name] = replace(each.write(self, path), backend=each.backend(self))
+                made = self.written[each.name] = replace(each.write(self, path), backend=each.backend(self))
+                with suppress(OSError, ValueError):  # there is none, or it is not ours
+                    read_json(made.verdict, VERDICT)  # of an earlier file
+                    made.verdict.unlink()
         return [self.written[each.name] for each in self.formats]
 
 

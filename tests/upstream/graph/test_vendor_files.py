@@ -46,6 +46,12 @@ def test_from_checkpoint_to_file(small, tmp_path, include):
     result = json.loads(verify.read_text())
     assert_verdicts(said, result)
     assert_within_interval(result['against_reference'])
+    if include == 'onnx':
+        foreign = best.with_name('other.verify.json')
+        foreign.write_text('{}')
+        shutil.copy(best, best.with_name('other.pt'))
+        command('export_qat.py', '--weights', best, best.with_name('other.pt'), *exported[3:])
+        assert [*best.parent.glob('*.verify.json')] == [foreign], 'the verdict on the file before goes, but only ours'
     file = best.with_name(name)
     said = command('val_trt.py', '--weights', file, *data, '--name', 'val', *by)
     assert 'AP' in said and ('INT8: ' in said or include not in ('openvino', 'litert'))

@@ -19,6 +19,7 @@ from models.deploy.agreement import made_images, output_differences, traceable_c
 from models.deploy.decomposed import on_integers
 from models.deploy.formats.onnx import input_metadata
 from models.quantize.blocks import QuantConv2d
+from models.quantize.calibration.calibrate import calibrate_weights
 from models.quantize.quantizers import named_quantizers
 from utils.qat.config.tables import TARGETS, load_target
 from utils.qat.core import machine
@@ -28,7 +29,7 @@ from utils.qat.graph.padding import PADDED
 from utils.qat.untrusted.program_archive import read_program
 from utils.qat.vendors.load import open_file
 from utils.qat.vendors.pytorch.pt2 import ExportedProgram
-from utils.qat.vendors.pytorch.write_aoti import require_compiler
+from utils.qat.vendors.pytorch.write_aoti import require_compiler, sums_fit
 
 SIDE = 64
 
@@ -214,14 +215,22 @@ def test_what_cannot_be_compiled_is_refused(device, quantized, half, says, monke
 
 
 @pytest.mark.parametrize(
-    'flags, says', [(['avx2', 'avx512f'], 'no VNNI'), (['avx2', 'avx_vnni'], 'compiler'), ([], 'compiler')]
+    'flags, reduced, says',
+    [
+        (['avx2', 'avx512f'], False, 'no VNNI'),
+        (['avx2', 'avx512f'], True, 'compiler'),
+        (['avx2', 'avx_vnni'], False, 'compiler'),
+        ([], False, 'compiler'),
+    ],
 )
-def test_int8_is_refused_where_its_sums_overflow(flags, says, monkeypatch, tmp_path):
+def test_int8_is_refused_where_its_sums_overflow(small, flags, reduced, says, monkeypatch, tmp_path):
+    model = small.quantized_model()
+    calibrate_weights(model, reduced)
     monkeypatch.setattr(machine, 'instruction_flags', lambda: flags)
     monkeypatch.setenv('PATH', str(tmp_path))
     monkeypatch.delenv('CXX', raising=False)
     with pytest.raises(QatError, match=says):
-        require_compiler(torch.device('cpu'), True, False)
+        require_compiler(torch.device('cpu'), True, False, sums_fit(model))
 
 
 def test_int8_needs_torchao(small, tmp_path, capfd, monkeypatch):

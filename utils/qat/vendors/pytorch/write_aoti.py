@@ -24,6 +24,7 @@ from typing_extensions import override
 
 from models.deploy.decomposed import StoredWeight, on_integers
 from models.deploy.formats.format import Export, Written
+from models.quantize.calibration.calibrate import weights_of
 from utils.qat.backends.file_model import FileModel
 from utils.qat.config.export import ExportConfig
 from utils.qat.core.command import run_apart
@@ -64,8 +65,14 @@ def _own_environment() -> Iterator[None]:
                 os.environ[name] = value
 
 
-def require_compiler(device: torch.device, quantized: bool, half: bool) -> None:
-    """Raise QatError if a package of such a model cannot be compiled here. half: FP16 between images and outputs."""
+def sums_fit(model: Network) -> bool:
+    """Tell whether no sum of two products with weights of INT8 leaves 16 bits, as with --reduce-range: 255 * (64 + 64) < 2^15."""
+    stored = (StoredWeight(quantizer, weight).int8 for quantizer, weight in weights_of(model) if quantizer.rounds)
+    return all(int(weight.short().abs().max()) <= 64 for weight in stored)
+
+
+def require_compiler(device: torch.device, quantized: bool, half: bool, fits: bool = False) -> None:
+    """Raise QatError if a package of such a model cannot be compiled here. half: FP16 between images and outputs. fits: see `sums_fit`."""
     for name in ('torch.utils._pytree', 'torch.utils.cpp_extension'):  # torchao and the compiler start with messages
         logging.getLogger(name).setLevel(logging.ERROR)
     if device.type not in ('cpu', 'cuda'):
@@ -77,10 +84,10 @@ def require_compiler(device: torch.device, quantized: bool, half: bool) -> None:
             '--include aoti: AOTInductor has no INT8 convolutions for GPUs; give the float checkpoint (and --half), --device cpu, or '
             'build a TensorRT engine'
         )
-    if quantized and int8_sums_overflow():
+    if quantized and not fits and int8_sums_overflow():
         raise QatError(
-            '--include aoti: sums of two INT8 products overflow 16 bits in AOTInductor here, because this CPU has no VNNI; export on a CPU '
-            'that has it, give the float checkpoint, or write a file for ONNX Runtime (--include onnx)'
+            '--include aoti: sums of two INT8 products overflow 16 bits in AOTInductor here, because this CPU has no VNNI; quantize '
+            'with --reduce-range, export on a CPU that has it, or write a file for ONNX Runtime (--include onnx)'
         )
     if not any(shutil.which(name) for name in (os.environ.get('CXX', ''), 'g++', 'clang++') if name):
         raise QatError('--include aoti: no C++ compiler, which AOTInductor needs (apt install g++; or set CXX)')
@@ -133,7 +140,8 @@ class AotiFormat(Pt2Format):
     @override
     def require(self, export: Export) -> None:
         super().require(export)
-        require_compiler(export.predict.device, export.int8, export.config.half)
+        fits = export.int8 and sums_fit(export.predict.model)
+        require_compiler(export.predict.device, export.int8, export.config.half, fits)
 
     @override
     @torch.no_grad()

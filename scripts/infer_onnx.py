@@ -25,7 +25,7 @@ from utils.qat.core.errors import QatError
 from utils.qat.core.files import atomic, distinct_names, require_file
 from utils.qat.core.log import LOGGER, RESULT, finish
 from utils.qat.core.run_folder import own_folder
-from utils.qat.core.text import pixels
+from utils.qat.core.text import counted, pixels
 
 if TYPE_CHECKING:
     import numpy as np
@@ -215,7 +215,10 @@ def infer(predict: Any, files: dict[Path, str], config: InferConfig, folder: Pat
     saved = f', pictures in {folder}' if folder else ''
     for line in predict.notes:
         LOGGER.info(line)
-    LOGGER.log(RESULT, f'{total} detections{broken} in {len(files) - unread} images at {pixels(size)}{saved}')
+    LOGGER.log(
+        RESULT,
+        f'{counted(total, "detection")}{broken} in {counted(len(files) - unread, "image")} at {pixels(size)}{saved}',
+    )
     return unread
 
 

@@ -101,7 +101,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     left_out = [f'{missing} of {len(images)} images have no XML file in {args.annotations} and got no label'] * bool(
         missing
     )
-    left_out += [f'{hard} objects that are marked as difficult are left out'] * bool(hard)
+    left_out += [f'objects marked as difficult, left out: {hard}'] * bool(hard)
     write_labels(made, names, args.exist_ok, '; '.join(left_out))
 
 

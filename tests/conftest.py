@@ -17,7 +17,7 @@ import pytest
 
 REPO = Path(__file__).resolve().parents[1]
 UNIT = REPO / 'tests' / 'unit'
-LEFT = 'tests are left for --faults'
+LEFT = 'tests left for --faults'
 UPSTREAM = Path(os.environ.get('YOLOV9_DIR') or REPO / '.work' / 'yolov9').resolve()
 
 
@@ -192,4 +192,4 @@ def pytest_testnodedown(node):
 def pytest_terminal_summary(terminalreporter, config):
     """Say how many tests were not asked for; the list of outcomes, which would count them too, is read by other plugins."""
     if vars(config).get(LEFT):
-        terminalreporter.write_line(f'{vars(config)[LEFT]} {LEFT}')
+        terminalreporter.write_line(f'{LEFT}: {vars(config)[LEFT]}')

@@ -55,7 +55,7 @@ class Conversion:
         """Say in one line how many blocks of each class are quantized and how many stay in float."""
         kinds = list(self.swapped.values())
         counts = ', '.join(f'{kinds.count(k)} {k}' for k in sorted(set(kinds)))
-        return f'{len(kinds)} blocks quantized ({counts}); {len(self.kept_float)} stay float'
+        return f'{len(kinds)} blocks quantized ({counts}); {len(self.kept_float)} in float'
 
 
 def float_blocks(model: Network, target: Target = TENSORRT) -> dict[str, str]:

@@ -30,7 +30,7 @@ def work(plan: Plan, runner: Runner) -> None:
     config, chip = plan.config, plan.target.integers
     scored, *rest = steps = [*plan.first(), *plan.quantized(ALL)]
     left = sum(not runner.has(step) for step in steps)
-    LOGGER.info(f'{len(steps)} steps; {left} are left' + f', about {runner.expect(steps)}' * bool(left))
+    LOGGER.info(f'{len(steps)} steps; {left} to do' + f', about {runner.expect(steps)}' * bool(left))
     if 'epochs' in config.decided and not config.epochs:
         LOGGER.info(f'without fine-tuning, of which an epoch would take about {in_words(plan.epoch())} on this CPU')
     runner.run([scored], rest)

@@ -34,6 +34,7 @@ from utils.qat.config.qat import CANDIDATES, PtqConfig
 from utils.qat.core.distributed import from_first
 from utils.qat.core.errors import QatError
 from utils.qat.core.log import LOGGER, unshown
+from utils.qat.core.text import counted
 from utils.qat.core.upstream import Network
 from utils.qat.data.loaders import Images, channels_last
 from utils.qat.run.state import Calibration
@@ -236,7 +237,7 @@ def calibrate(
     compared = ', '.join(f'{name} {value:.4f}' for name, value in divergences.items())
     closest = f': the closest to float of {len(divergences)} calibrations' if len(divergences) > 1 else ''
     LOGGER.info(
-        f'calibrated on {sample.count} images, ranges by {method}, '
+        f'calibrated on {counted(sample.count, "image")}, ranges by {method}, '
         f'{"biases corrected" if corrected else "no bias corrected"}{closest}'
     )
     LOGGER.debug(f'divergence of the {outputs}: {compared or "not measured"}')

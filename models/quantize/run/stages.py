@@ -20,7 +20,7 @@ from models.quantize.run.scorer import change_by, score, score_float
 from utils.qat.config.qat import LEARNT, QuantizeConfig
 from utils.qat.core.log import LOGGER, bar
 from utils.qat.core.run_folder import DELIVERED
-from utils.qat.core.text import in_words
+from utils.qat.core.text import counted, in_words
 from utils.qat.core.upstream import Network
 from utils.qat.data.loaders import Images, TrainingImages
 from utils.qat.evaluation.interval import Change, boxes_and_masks
@@ -87,7 +87,7 @@ def adapted(run: Run, plan: QuantizeConfig, work: Work) -> Network:
         model = student(state.kept_activations)
         LOGGER.info(f'{len(exchanges(model))} activation functions become {activation}')
         staying = sum(set(unit['twins']) <= set(state.kept_activations) for unit in order)
-        what = activation + f' without {staying} unit{"s" * (staying > 1)}' * bool(staying)
+        what = activation + f' without {counted(staying, "unit")}' * bool(staying)
         loss = learn(run, plan, work.adaptation, model, what, budget) if work.adaptation else None
         scoring = plan.eval_ptq or budget is not None
         stage = keep_model(run, finish_exchange(model).eval(), f'float_{activation}', ADAPTED, scoring)
@@ -128,7 +128,7 @@ def learn(
         if left and budget is not None and is_exchanged(student):
             trial = finish_exchange(deepcopy(student)).eval()
             if keeps(change_by(run, trial), budget):
-                LOGGER.info(f'--max-drop {budget:g}: kept, so {left} epochs are left out')
+                LOGGER.info(f'--max-drop {budget:g}: kept, so the last {counted(left, "epoch")} can be left out')
                 break
     return loss
 

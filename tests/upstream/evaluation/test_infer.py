@@ -186,7 +186,7 @@ def test_what_is_not_finite_is_left_out_and_counted(files, tmp_path, value):
     rows[1, 2] = value
     onnx.save(end2end(rows), tmp_path / 'model.onnx')
     image = next((files / 'images').iterdir())
-    assert '2 detections (1 more left out: NaN or infinite) in 1 images' in run(tmp_path / 'model.onnx', image)
+    assert '2 detections (1 more left out: NaN or infinite) in 1 image at' in run(tmp_path / 'model.onnx', image)
 
 
 # ---- the command --------------------------------------------------------------------------------------------------------
@@ -246,7 +246,7 @@ def test_several_models_have_a_folder_each(start, files, evaluated, tmp_path):
 
 def test_a_checkpoint_is_a_model_too(small, files):
     image = next((files / 'images').iterdir())
-    assert re.search(r'\d+ detections in 1 images', run(small.single, image, '--imgsz', SIZE))
+    assert re.search(r'\d+ detections? in 1 image at', run(small.single, image, '--imgsz', SIZE))
 
 
 @pytest.mark.parametrize('kind', ['plain', 'end2end'])

@@ -326,7 +326,8 @@ def test_it_learns_no_longer_than_the_budget_asks(small, tmp_path):
     assert learnt == ['relu epoch 1', 'relu epoch 2'], 'the first epoch that ends with the new functions alone'
     assert re.search(r'relu, epoch 1: loss [\d.]+; 4 more take about ', said)
     assert (
-        '--max-drop 100: kept, so 3 epochs are left out' in said and (tmp_path / 'a' / 'weights' / 'best.pt').is_file()
+        '--max-drop 100: kept, so the last 3 epochs can be left out' in said
+        and (tmp_path / 'a' / 'weights' / 'best.pt').is_file()
     )
 
 

@@ -217,7 +217,7 @@ def test_voc_becomes_what_it_was_made_of(small, tmp_path):
     (tmp_path / 'images/val/other.png').write_bytes(next((tmp_path / 'images/val').iterdir()).read_bytes())
     out = command('scripts/voc_to_yolo.py', tmp_path / 'Annotations', tmp_path / 'images/val')
     assert f'names: {json.dumps(list(map(str, range(10))))}' in out and '1 of 13 images have no XML file' in out
-    assert '12 objects that are marked as difficult are left out' in out
+    assert 'objects marked as difficult, left out: 12' in out
     made = {f.name: np.loadtxt(f) for f in (tmp_path / 'labels/val').iterdir()}
     true = {f'val-{f.name}': np.loadtxt(f) for f in (small.data.parent / 'labels/val').iterdir()}
     assert made.keys() == true.keys() and all(np.allclose(made[name], true[name], atol=1e-4) for name in made)

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING
 
 from utils.qat.core.distributed import rank, world_size
 from utils.qat.core.errors import QatError, reporting
-from utils.qat.core.text import escaped, markdown_table
+from utils.qat.core.text import counted, escaped, markdown_table
 
 if TYPE_CHECKING:
     import onnxruntime as ort
@@ -102,7 +102,7 @@ def select_device(text: str, exact: bool = True) -> torch.device:
         device = _one_device(text)
     elif gpus < world:
         raise QatError(
-            f'torchrun --nproc_per_node {world}: this machine has {gpus} GPU{"s" * (gpus != 1)} that PyTorch can use, '
+            f'torchrun --nproc_per_node {world}: this machine has {counted(gpus, "GPU")} that PyTorch can use, '
             f'and each process needs its own; start {gpus}, or use --device cpu'
         )
     else:

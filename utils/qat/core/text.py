@@ -109,6 +109,11 @@ def listed(title: str, lines: Sequence[str], limit: int | None) -> list[str]:
     ]
 
 
+def counted(number: int, noun: str) -> str:
+    """Format a number of things: '1 image', '2 images'."""
+    return f'{number} {noun}{"s" * (number != 1)}'
+
+
 def literal(text: str) -> str:
     """Escape text for Matplotlib: $ begins a formula, and _ at its begin leaves a label out of a legend."""
     text = text.replace('$', r'\$')

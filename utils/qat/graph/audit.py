@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass
 
 import onnx
 
-from utils.qat.core.text import listed, markdown_table, number, visible
+from utils.qat.core.text import counted, listed, markdown_table, number, visible
 from utils.qat.graph.audit_rules import CHECKS, CHOICE, DFL, FINDINGS, HEAD, Finding, Rules, float_reason, is_int8
 from utils.qat.graph.onnx_graph import (
     CONVS,
@@ -196,4 +196,4 @@ def audit_text(audit: Audit, limit: int | None = None) -> str:
     for kind, meaning in FINDINGS.items():
         of_kind = [f'{f.where}: {f.detail}' for f in audit.findings if f.kind == kind]
         lines += listed(f'Finding, {meaning}', of_kind, limit) if of_kind else []
-    return '\n'.join([*lines, '', f'{len(audit.findings) or "no"} findings'])
+    return '\n'.join([*lines, '', counted(len(audit.findings), 'finding') if audit.findings else 'no findings'])

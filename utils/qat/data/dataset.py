@@ -32,7 +32,7 @@ from utils.qat.core.distributed import first_goes_ahead
 from utils.qat.core.errors import QatError, one_line, reporting
 from utils.qat.core.files import require_yaml, waits, write_text
 from utils.qat.core.log import LOGGER, quiet_upstream
-from utils.qat.core.text import counted, is_printable
+from utils.qat.core.text import is_printable
 from utils.qat.data.image_files import image_files
 from utils.qat.untrusted.names import class_names
 from utils.qat.untrusted.plain_values import ARRAYS, MULTIARRAY, Values, array_state
@@ -302,7 +302,7 @@ def open_dataset(
     require_copies(dataset.im_files, dataset.npy_files, dataset.shapes)
     if dropped:
         LOGGER.warning(
-            f'{key}: {counted(len(dropped), "image")} left out, because it{"" if labels else " or its label"} cannot be read; the first is {dropped[0]}'
+            f'{key}: {len(dropped)} left out, because the image{"" if labels else " or its label"} cannot be read; the first is {dropped[0]}'
         )
     if key == 'train' and data.val_split:
         held_out = held_out_files(dataset.im_files, data.val_split)

@@ -29,6 +29,11 @@ def parse_args(argv: Sequence[str] | None) -> Namespace:
     parser = Parser(description=__doc__.splitlines()[0])
     parser.add_argument('--weights', type=Path, required=True, help='dual-branch checkpoint (train_dual.py)')
     parser.add_argument('--save', type=Path, help='file to write; default: WEIGHTS-converted.pt beside the checkpoint')
+    parser.add_argument(
+        '--fold-pools',
+        action='store_true',
+        help='of t, s and m: let convolutions compute the average pools before them, for TensorRT; outputs change at borders of maps',
+    )
     # options of earlier tools, not needed; all but --device are checked against the checkpoint
     parser.add_argument('--device', help=SUPPRESS)
     parser.add_argument('--cfg', type=in_tree, help=SUPPRESS)
@@ -82,20 +87,24 @@ def main(argv: Sequence[str] | None = None) -> None:
     args = parse_args(argv)
     from models.quantize.checkpoint import CheckpointFile
     from models.quantize.network import head_of
-    from models.quantize.reparameterize import HEADS, main_branch
+    from models.quantize.reparameterize import HEADS, fold_pools, main_branch
     from utils.qat.backends.pytorch import TorchModel
     from utils.qat.core.files import write_torch
 
     with quiet_upstream():
         ckpt, model = CheckpointFile(args.weights).load_dual_or_float()
-        if type(head_of(model)).__name__ not in HEADS:
+        has_two = type(head_of(model)).__name__ in HEADS
+        if not has_two and not args.fold_pools:
             raise QatError(
                 f'--weights {args.weights}: has one branch (its head is {type(head_of(model)).__name__}), so there is none to remove; '
                 f'go on with: {command("qat.py", "quantize", "--weights", args.weights, "--data", "DATA.yaml")}'
             )
         parameters = sum(p.numel() for p in model.parameters())
-        single, difference = main_branch(model, f'--weights {args.weights}')
+        single, difference = main_branch(model, f'--weights {args.weights}') if has_two else (model, 0.0)
         require_match(args, model, single)
+        folded = fold_pools(single) if args.fold_pools else 0
+        if args.fold_pools and not folded:
+            raise QatError('--fold-pools: the model has no AConv; leave it out')
 
     remaining = sum(p.numel() for p in single.parameters())
     args.save.parent.mkdir(parents=True, exist_ok=True)
@@ -108,6 +117,9 @@ def main(argv: Sequence[str] | None = None) -> None:
         f'classes     {single.model[-1].nc}\n'
         f'largest difference from the main branch on a random image: {difference:.2g}'
     )
+    if folded:
+        compare = command('qat.py', 'eval', '--weights', args.save, '--baseline', args.weights, '--data', 'DATA.yaml')
+        LOGGER.info(f'pools       {folded} computed by the convolutions behind them; what it changes: {compare}')
     options = ckpt.get('opt')  # of the training, if stored
     loaded = TorchModel(single)
     trained_on = loaded.task.data_of(options.get('data') if isinstance(options, dict) else None, loaded)

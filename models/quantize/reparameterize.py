@@ -15,7 +15,8 @@ from copy import deepcopy
 from typing import Any
 
 import torch
-from models.common import Conv, RepConvN, Silence
+import torch.nn.functional as F
+from models.common import AConv, Conv, RepConvN, Silence
 from models.yolo import parse_model
 from torch import nn
 from torch.nn.modules.module import register_module_module_registration_hook
@@ -246,6 +247,28 @@ def main_branch(model: Network, source: str) -> tuple[Network, float]:
             f'{source}: the converted model differs from the main branch by {difference:.2g}; please report it'
         )
     return single.half().float(), difference
+
+
+@torch.no_grad()
+def fold_pools(model: Network) -> int:
+    """Let the convolution of each AConv compute the average pooling before it, in place: 3 x 3 becomes 4 x 4. Returns their number.
+
+    Outputs at the border of a map change, because the pooling has no padding. The YAML of the model changes with it.
+    """
+    rows = model.yaml['backbone'] + model.yaml['head']
+    folded = [layer for layer in model.model if type(layer) is AConv]
+    for layer in folded:
+        block, old = layer.cv1, layer.cv1.conv
+        block.conv = nn.Conv2d(old.in_channels, old.out_channels, 4, 2, 1, bias=old.bias is not None).to(old.weight)
+        each, mean = old.weight.flatten(0, 1)[:, None], old.weight.new_full((1, 1, 2, 2), 0.25)
+        block.conv.weight.copy_(F.conv2d(each, mean, padding=1).view_as(block.conv.weight))
+        if old.bias is not None:
+            block.conv.bias.copy_(old.bias)
+        block.i, block.f, block.type = layer.i, layer.f, 'models.common.Conv'
+        block.np = sum(p.numel() for p in block.parameters())
+        model.model[layer.i] = block
+        rows[layer.i][2:] = 'Conv', [rows[layer.i][3][0], 4, 2, 1]
+    return len(folded)
 
 
 @torch.no_grad()

@@ -1,13 +1,17 @@
 """Laws of dual-branch → single-branch: equal main outputs, and exactly the parameters of the single model."""
 
+from copy import deepcopy
+
+import onnx
 import pytest
 import torch
 from conftest import FULL_TREE, TREE
 from helpers.faults import sampled
 from helpers.zoo import build, command, config, config_file, full, image, output, program, same, state
+from models.common import AConv
 
 from models.quantize.checkpoint import CheckpointFile
-from models.quantize.reparameterize import largest_difference, reparameterize
+from models.quantize.reparameterize import fold_pools, largest_difference, reparameterize
 from utils.qat.core.errors import QatError
 from utils.qat.core.files import sha256
 from utils.qat.core.log import quiet_upstream
@@ -116,6 +120,22 @@ def test_parameters_that_do_not_fit_are_named():
         reparameterize(dual)
 
 
+def test_a_pool_in_its_convolution_changes_the_border_alone():
+    with quiet_upstream():
+        model = reparameterize(build('demo')).double()
+        folded = deepcopy(model)
+        pools = [layer for layer in model.model if isinstance(layer, AConv)]
+        assert fold_pools(folded) == len(pools) > 0
+    for pool in pools:
+        x = torch.rand(1, pool.cv1.conv.in_channels, 16, 16, dtype=torch.double)
+        with torch.no_grad():
+            difference = (folded.model[pool.i](x) - pool(x)).abs()
+        inner = difference[..., 1:-1, 1:-1].max()
+        assert inner < 1e-12 < difference.max()
+    rebuilt = type(model)(folded.yaml, ch=3).state_dict()
+    assert shapes(folded) == {name: tuple(tensor.shape) for name, tensor in rebuilt.items()}
+
+
 # ---- the command --------------------------------------------------------------------------------------------------------
 
 
@@ -137,6 +157,23 @@ def test_command_converts(small, tmp_path):
     ):
         assert word in out
     assert out.count('\n') <= 10 and 'model.0.' not in out, 'a summary, not a line per tensor'
+
+
+def test_command_folds_pools_of_one_branch_or_two(small, tmp_path):
+    files = {name: tmp_path / f'{name}.pt' for name in ('dual', 'single')}
+    for name, file in files.items():
+        out = command('reparameterization.py', '--weights', getattr(small, name), '--save', file, '--fold-pools')
+        assert 'pools       1 computed by the convolution' in out
+    options = '--project', tmp_path / 'onnx', '--include', 'onnx', '--imgsz', 64
+    command('export_qat.py', '--weights', small.single, files['dual'], *options)
+    of = {file.stem: onnx.load(file).graph.node for file in (tmp_path / 'onnx').rglob('*.onnx')}
+    pools = {name: sum(node.op_type == 'AveragePool' for node in nodes) for name, nodes in of.items()}
+    assert pools['dual'] == pools[small.single.stem] - 1
+    first, second = (CheckpointFile(file).load_float() for file in files.values())
+    assert same(output(first, image()), output(second, image()))
+    again = '--weights', files['dual'], '--save', tmp_path / 'again.pt', '--fold-pools'
+    assert '--fold-pools: the model has no AConv' in command('reparameterization.py', *again, code=2)
+    assert not (tmp_path / 'again.pt').exists()
 
 
 @pytest.mark.skipif(FULL_TREE, reason='this tree has the configs that --model is checked against')

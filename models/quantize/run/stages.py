@@ -18,6 +18,7 @@ from models.quantize.kept import Kept, within_budget
 from models.quantize.run.run import UNSCORED, Run, Work
 from models.quantize.run.scorer import change_by, score, score_float
 from utils.qat.config.qat import LEARNT, QuantizeConfig
+from utils.qat.core.distributed import on_first
 from utils.qat.core.log import LOGGER, bar
 from utils.qat.core.run_folder import DELIVERED
 from utils.qat.core.text import counted, in_words
@@ -102,6 +103,7 @@ def adapted(run: Run, plan: QuantizeConfig, work: Work) -> Network:
             LOGGER.warning(f'--max-drop {budget:g}: not kept; give more --activation-epochs{others * (not order)}')
             break
         state.kept_activations = kept.adding(order[:more]).paths
+        on_first((run.folder / stage.file).unlink)()
         del state.resampled[state.chosen_on][ADAPTED]  # what is learnt anew is compared with the float model too
         run.keep()
     state.adapted = stage

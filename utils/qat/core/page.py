@@ -28,7 +28,7 @@ td, th {{ border-bottom: 1px solid #ccc; padding: .25em .7em; text-align: right;
 td:first-child, th:first-child {{ text-align: left; }}
 pre {{ background: #f4f4f4; padding: .7em; white-space: pre-wrap; overflow-wrap: anywhere; }}
 img {{ width: 100%; min-width: 44em; }}
-p, h1, h2, summary {{ overflow-wrap: anywhere; }}
+p, h1, h2, strong, summary {{ overflow-wrap: anywhere; }}
 summary {{ font-size: 1.3em; font-weight: 600; cursor: pointer; margin: .7em 0; }}
 @media print {{
   div {{ overflow: visible; }} table {{ font-size: .7em; }} pre {{ font-size: .75em; }} tr, img {{ break-inside: avoid; }}

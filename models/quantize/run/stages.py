@@ -82,6 +82,7 @@ def adapted(run: Run, plan: QuantizeConfig, work: Work) -> Network:
         kept, _ = within_budget(
             kept, budget, images, lambda tried: finish_exchange(student(tried.paths)), partial(change_by, run)
         )
+        budget = None  # it is kept
     state.kept_activations = state.kept_activations or kept.paths  # a resumed run has some
     order = kept.by_distortion_per_flop()
     while True:

@@ -410,6 +410,15 @@ def test_what_learning_does_not_win_back_stays(small, summary, tmp_path):
     assert kept or ('not kept' in said and 2 * n >= len(ranked))
 
 
+def test_a_loss_within_the_interval_keeps_no_function_that_need_not_learn(small, tmp_path):
+    recipe = '--target', 'openvino', '--activation', 'polynomial'
+    command(*command_of('sensitive', small, tmp_path, *recipe, '--metric', 'distortion'))
+    chosen = '--epochs', 0, '--sensitive', tmp_path / 'exp' / FILE, '--max-drop', 0
+    said = command(*command_of('quantize', small, tmp_path, *recipe, *chosen))
+    assert 'within the confidence interval' in said
+    assert not json.loads((tmp_path / 'exp2' / 'report.json').read_text())['kept_activations']
+
+
 def test_a_summary_of_another_activation_is_refused(small, summary, tmp_path):
     recipe = '--activation', 'keep', '--sensitive', summary, '--keep-float', 1
     said = command(*command_of('quantize', small, tmp_path, *recipe), code=2)

@@ -100,7 +100,7 @@ def main(argv: Sequence[str] | None = None) -> None:
                 f'go on with: {command("qat.py", "quantize", "--weights", args.weights, "--data", "DATA.yaml")}'
             )
         parameters = sum(p.numel() for p in model.parameters())
-        single, difference = main_branch(model, f'--weights {args.weights}') if has_two else (model, 0.0)
+        single, difference = main_branch(model, f'--weights {args.weights}') if has_two else (model, None)
         require_match(args, model, single)
         folded = fold_pools(single) if args.fold_pools else 0
         if args.fold_pools and not folded:
@@ -114,9 +114,10 @@ def main(argv: Sequence[str] | None = None) -> None:
         f'{args.weights} ({type(model.model[-1]).__name__}) -> {args.save} ({type(head_of(single)).__name__})\n'
         f'layers      {len(model.model)} -> {len(single.model)} ({len(model.model) - len(single.model)} dropped)\n'
         f'parameters  {parameters:,} -> {remaining:,}\n'
-        f'classes     {single.model[-1].nc}\n'
-        f'largest difference from the main branch on a random image: {difference:.2g}'
+        f'classes     {single.model[-1].nc}'
     )
+    if difference is not None:
+        LOGGER.info(f'largest difference from the main branch on a random image: {difference:.2g}')
     if folded:
         compare = command('qat.py', 'eval', '--weights', args.save, '--baseline', args.weights, '--data', 'DATA.yaml')
         LOGGER.info(f'pools       {folded} computed by the convolutions behind them; what it changes: {compare}')

@@ -39,7 +39,10 @@ def image_files(path: Path) -> dict[Path, str]:
     """List the images at `path`, a file or a folder with folders: file → its name in there."""
     from utils.dataloaders import IMG_FORMATS
 
-    found, folder = (sorted(path.rglob('*')), path) if path.is_dir() else ([path] * path.is_file(), path.parent)
+    if path.is_dir():
+        found, folder = sorted(path.rglob('*')), path
+    else:
+        found, folder = [path] if path.is_file() else [], path.parent
     files = {f: str(f.relative_to(folder)) for f in found if f.suffix[1:].lower() in IMG_FORMATS}
     if not files:
         raise QatError(

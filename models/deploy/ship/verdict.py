@@ -4,7 +4,7 @@ from collections.abc import Collection
 from typing import NamedTuple
 
 from utils.qat.benchmark.baseline import Gain
-from utils.qat.config.qat import LEARNT, PRICES
+from utils.qat.config.qat import LEARNT, PRICES, QuantizeConfig
 from utils.qat.config.ship import ShipConfig
 from utils.qat.evaluation.interval import Part, in_points
 
@@ -59,11 +59,12 @@ def would_change(reasons: Collection[str], config: ShipConfig, gains: Collection
     said = []
     if 'speed' in reasons:
         for name in gains:
-            words = f'{name} --epochs 10' if name in LEARNT and not config.epochs else name
+            if config.activation in (name, 'relu'):
+                continue
+            words = f'{name} --epochs {QuantizeConfig.epochs}' if name in LEARNT and not config.epochs else name
             share = SPEEDS.get((config.for_ or '', name))
-            took = f' INT8 took {share} of the time with SiLU;' * bool(share)
-            more = f'Another activation: --activation {words}.{took} {PRICES[name]}.'
-            said += [more] * (config.activation not in (name, 'relu'))
+            took = f' INT8 took {share} of the time with SiLU;' if share else ''
+            said.append(f'Another activation: --activation {words}.{took} {PRICES[name]}.')
         size = max(config.imgsz)
         said += [f'More to compute: --batch {8 * config.batch}, images above {size} pixels, or a larger model.']
         said += ['Another CPU: AMX makes BF16 fast, so that INT8 gains less than on one without.'] * amx

@@ -164,6 +164,7 @@ def test_command_folds_pools_of_one_branch_or_two(small, tmp_path):
     for name, file in files.items():
         out = command('reparameterization.py', '--weights', getattr(small, name), '--save', file, '--fold-pools')
         assert 'pools       1 computed by the convolution' in out
+        assert ('largest difference from the main branch' in out) == (name == 'dual'), 'only what was measured'
     options = '--project', tmp_path / 'onnx', '--include', 'onnx', '--imgsz', 64
     command('export_qat.py', '--weights', small.single, files['dual'], *options)
     of = {file.stem: onnx.load(file).graph.node for file in (tmp_path / 'onnx').rglob('*.onnx')}

@@ -10,21 +10,24 @@ from utils.qat.data.loaders import Images
 
 RATE = 1e-3  # the highest learning rate
 EXCHANGED_AT = 0.3  # share of the steps after which only the new functions are left
-# ReLUs cost a detector so many points of AP, least and most, before fine-tuning on labels: number of classes → points; measured in
-# docs/activations.md. The number of images, 200 to 24,860 of one data set, changed AP by less than the confidence interval
-LOST = {31: (0.0, 0.6), 80: (5.7, 6.5)}
+# a function costs a detector so many points of AP, least and most, before fine-tuning on labels: function → number of classes → points; measured
+# in docs/activations.md and edge.md. The number of images, 200 to 24,860 of one data set, changed AP by less than the confidence interval
+LOST = {
+    'relu': {31: (0.0, 0.6), 80: (5.7, 6.5)},
+    'relu6': {3: (0.5, 0.9), 31: (0.5, 2.3), 80: (13.8, 16.7)},
+}
 FEWEST = {'images': 160, 'steps': 2000}  # the measurements had at least so many
 
 
-def most_lost(classes: int) -> float:
-    """Return the most points of AP that ReLUs cost data with as many classes, or more; infinite if none was measured."""
-    return next((high for known, (_, high) in LOST.items() if classes <= known), float('inf'))
+def most_lost(activation: str, classes: int) -> float:
+    """Return the most points of AP that a function costs data with as many classes, or more; infinite if none was measured."""
+    return next((high for known, (_, high) in LOST[activation].items() if classes <= known), float('inf'))
 
 
-def expected_loss(classes: int, images: int, steps: int) -> str:
-    """Say what ReLUs will cost a model of so many classes, that learns them from so many images in so many steps."""
-    least = max((low for known, (low, _) in LOST.items() if known <= classes), default=0)
-    most = most_lost(classes)
+def expected_loss(activation: str, classes: int, images: int, steps: int) -> str:
+    """Say what a function will cost a model of so many classes, that learns it from so many images in so many steps."""
+    least = max((low for known, (low, _) in LOST[activation].items() if known <= classes), default=0)
+    most = most_lost(activation, classes)
     points = f'{least:g} to {most:g} points of AP' if most < float('inf') else f'{least:g} points of AP or more'
     few = [f'{n} {what}' for what, n in (('images', images), ('steps', steps)) if n < FEWEST[what]]
     fewer = f', or more, because {" and ".join(few)} are fewer than were measured' * bool(few)

@@ -44,7 +44,7 @@ def choose_activation(config: ShipConfig, inputs: Inputs, device: str) -> str:
     chosen, images, task = inputs.config.activation, inputs.images.data, inputs.task
     learnt = config.activation == AUTO and chosen == 'keep' and 'relu' in inputs.config.made_for.gains_by
     teaches = device == 'cuda' and bool(config.epochs) and images.labelled and task.boxes and not task.masks
-    affordable = most_lost(len(images.names)) <= config.max_drop
+    affordable = most_lost('relu', len(images.names)) <= config.max_drop
     return 'relu' if learnt and teaches and affordable and exchangeable(inputs.model, 'relu') else chosen
 
 
@@ -71,7 +71,7 @@ def look(config: ShipConfig) -> Plan:
     )
     if config.activation == 'relu' and 'activation' in config.decided:
         steps = QuantizeConfig.activation_epochs * QuantizeConfig.iters
-        price = expected_loss(len(inputs.images.data.names), numbers['train'], steps)
+        price = expected_loss('relu', len(inputs.images.data.names), numbers['train'], steps)
         LOGGER.info(f'--activation relu, faster than SiLU: {price}; keep leaves SiLU')
     files = [f for images in (scored, chosen.dataset) for f in (*images.im_files, *getattr(images, 'label_files', ()))]
     seconds, trt = seconds_per_image(inputs.model, config.imgsz, device), reads() if target.engine else 0

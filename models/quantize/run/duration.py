@@ -41,7 +41,7 @@ def announce(run: Run, plan: QuantizeConfig, work: Work) -> None:
         said = f'--activation {plan.activation}: the model learns it'
         if run.task.boxes:  # classifiers of many classes were not measured
             steps = plan.activation_epochs * min(plan.iters, len(work.adaptation))
-            said += f'; {expected_loss(len(run.data.names), state.images["train"], steps)}'
+            said += f'; {expected_loss(plan.activation, len(run.data.names), state.images["train"], steps)}'
         LOGGER.info(said)
     if run.device.type == 'cuda':
         return

@@ -303,19 +303,22 @@ def run(small, tmp_path_factory):
 
 
 @pytest.mark.parametrize(
-    ('classes', 'images', 'steps', 'expected'),
+    ('activation', 'classes', 'images', 'steps', 'expected'),
     [
-        (3, 292, 4000, '0 to 0.6 points of AP,'),
-        (31, 200, 2000, '0 to 0.6 points of AP,'),
-        (32, 160, 4000, '0 to 6.5 points'),
-        (80, 1000, 4000, '5.7 to 6.5 points'),
-        (81, 1000, 4000, '5.7 points of AP or more'),
-        (3, 159, 4000, '0.6 points of AP, or more, because 159 images are fewer'),
-        (3, 159, 200, '0.6 points of AP, or more, because 159 images and 200 steps are fewer'),
+        ('relu', 3, 292, 4000, '0 to 0.6 points of AP,'),
+        ('relu', 31, 200, 2000, '0 to 0.6 points of AP,'),
+        ('relu', 32, 160, 4000, '0 to 6.5 points'),
+        ('relu', 80, 1000, 4000, '5.7 to 6.5 points'),
+        ('relu', 81, 1000, 4000, '5.7 points of AP or more'),
+        ('relu', 3, 159, 4000, '0.6 points of AP, or more, because 159 images are fewer'),
+        ('relu', 3, 159, 200, '0.6 points of AP, or more, because 159 images and 200 steps are fewer'),
+        ('relu6', 2, 292, 4000, '0 to 0.9 points of AP,'),
+        ('relu6', 31, 5000, 4000, '0.5 to 2.3 points of AP,'),
+        ('relu6', 80, 1000, 4000, '13.8 to 16.7 points'),
     ],
 )
-def test_the_price_is_that_of_data_with_as_many_classes(classes, images, steps, expected):
-    said = expected_loss(classes, images, steps)
+def test_the_price_is_that_of_data_with_as_many_classes(activation, classes, images, steps, expected):
+    said = expected_loss(activation, classes, images, steps)
     assert f'with {classes} classes and {images} images expect to lose' in said and expected in said
 
 

@@ -82,7 +82,10 @@ def dry_run(config: QuantizeConfig) -> None:
     named = {path: type(m).__name__ for path, m in layers(model).items()}
     blocks, functions = kept_of(model, config, file.sha256)
     if config.exchanges:
-        LOGGER.log(RESULT, f'{len(functions.exchanged)} activation functions become {config.activation}')
+        LOGGER.log(
+            RESULT,
+            f'{len({*functions.exchanged} - {*functions.paths})} activation functions become {config.activation}',
+        )
     conversion, groups = prepare(model, config, blocks.paths)
     tables, scales = dry_run_tables(named, conversion.swapped, conversion.kept_float, groups)
     LOGGER.log(RESULT, f'\n{tables}')

@@ -85,6 +85,8 @@ def require_match(args: Namespace, model: Network, single: Network) -> None:
 def main(argv: Sequence[str] | None = None) -> None:
     """Run the command. argv: None = the words of this process."""
     args = parse_args(argv)
+    from models.common import AConv
+
     from models.quantize.checkpoint import CheckpointFile
     from models.quantize.network import head_of
     from models.quantize.reparameterize import HEADS, fold_pools, main_branch
@@ -94,17 +96,19 @@ def main(argv: Sequence[str] | None = None) -> None:
     with quiet_upstream():
         ckpt, model = CheckpointFile(args.weights).load_dual_or_float()
         has_two = type(head_of(model)).__name__ in HEADS
+        foldable = TorchModel(model).task.boxes and any(type(m) is AConv for m in model.modules())
+        go_on = f'go on with: {command("qat.py", "quantize", "--weights", args.weights, "--data", "DATA.yaml")}'
+        if args.fold_pools and not foldable:
+            raise QatError(f'--fold-pools: the model has no AConv; {"leave it out" if has_two else go_on}')
         if not has_two and not args.fold_pools:
             raise QatError(
                 f'--weights {args.weights}: has one branch (its head is {type(head_of(model)).__name__}), so there is none to remove; '
-                f'go on with: {command("qat.py", "quantize", "--weights", args.weights, "--data", "DATA.yaml")}'
+                f'{go_on}'
             )
         parameters = sum(p.numel() for p in model.parameters())
         single, difference = main_branch(model, f'--weights {args.weights}') if has_two else (model, None)
         require_match(args, model, single)
         folded = fold_pools(single) if args.fold_pools else 0
-        if args.fold_pools and not folded:
-            raise QatError('--fold-pools: the model has no AConv; leave it out')
 
     remaining = sum(p.numel() for p in single.parameters())
     args.save.parent.mkdir(parents=True, exist_ok=True)

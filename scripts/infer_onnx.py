@@ -194,7 +194,7 @@ def save(image: np.ndarray, path: Path) -> None:
 
 def infer(predict: Any, files: dict[Path, str], config: InferConfig, folder: Path | None) -> int:
     """Detect objects in files (file → its name), print them, and draw them into `folder`; return how many cannot be read."""
-    size = predict.imgsz or image_size(config.imgsz, predict)
+    size = image_size(config.imgsz, predict)
     names = predict.names or {}
     unread = total = skipped = 0
     for file, name in files.items():

@@ -57,10 +57,11 @@ def _matching(paths: Sequence[str], regex: str, flag: str) -> set[str]:
     with reporting(f'{flag} {regex}: no regular expression', re.error):
         pattern = re.compile(f'(?:{regex})(?:\\.|$)')
     matches = {path for path in paths if pattern.match(path)}
+    of_functions = flag == '--activation-only'
     if not matches:
         raise QatError(
-            f'{flag} {regex}: matches no quantized layer; their paths start like {min(paths)}, and '
-            'sensitive --granularity conv lists them all'
+            f'{flag} {regex}: matches no {"activation function to exchange" if of_functions else "quantized layer"}; their paths start like '
+            f'{min(paths)}, and sensitive --granularity conv{" with --activation" * of_functions} lists them all'
         )
     return matches
 
@@ -95,10 +96,13 @@ def kept_of(reference: Network, config: QuantizeConfig, source: str) -> tuple[Ke
     if not config.sensitive:
         return blocks, functions
     summary = read_summary(config.sensitive, source, twins, config.made_for, config.activation, own)
+    changing = {*functions.exchanged} if ranks_activations(summary) else {*twins} - {*blocks.paths}
+    summary['units'] = [unit for unit in summary['units'] if changing.intersection(unit['twins'])]
     units = worst(summary)[: config.keep_float]
     if len(units) == len(summary['units']):
+        flag = config.given(('keep_float', 'max_drop'))
         raise QatError(
-            f'--keep-float {config.keep_float}: {config.sensitive} has {len(units)} units, and one at least must be quantized'
+            f'{flag}: {config.sensitive} has {len(units)} units that are not left out, and one at least must be quantized'
         )
     chosen = replace(functions if ranks_activations(summary) else blocks, summary=summary)
     chosen = chosen.adding(units) if units else chosen

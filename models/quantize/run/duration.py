@@ -45,8 +45,9 @@ def announce(run: Run, plan: QuantizeConfig, work: Work) -> None:
         LOGGER.info(said)
     if run.device.type == 'cuda':
         return
+    learnt = state.training['number'] if state.training and not state.adapted else 0
     ahead = [
-        ('--activation-epochs', work.adaptation, 0 if state.adapted else plan.activation_epochs),
+        ('--activation-epochs', work.adaptation, 0 if state.adapted else plan.activation_epochs - learnt),
         ('--epochs', work.training, plan.epochs - len(state.epochs)),
     ]
     for flag, images, epochs in ahead:

@@ -315,10 +315,12 @@ def test_a_short_table_has_the_measured_units_first():
 def test_the_recommended_budget_is_below_what_is_lost(difference, half_width, budget):
     """And there is none for a loss within the confidence interval."""
     lost = {'against_float': {'difference': difference, 'chance': half_width}}
-    summary = {'int8': lost, 'settings': {'activation': 'keep'}}
+    summary = {'int8': lost, 'settings': {'activation': 'keep', 'target': 'tensorrt'}}
     assert options_for(summary) == ([] if budget is None else ['--sensitive', FILE, '--max-drop', budget])
     assert bool(nothing_lost(summary)) == (budget is None)
     assert options_for({**summary, 'int8': {}})[-2:] == ['--keep-float', 1], 'without AP'
+    integers = {**summary, 'settings': {**summary['settings'], 'target': 'edge'}}
+    assert options_for(integers) == [] and 'None can stay' in nothing_lost(integers)
 
 
 @pytest.fixture(scope='module')

@@ -387,11 +387,15 @@ def test_the_cost_of_each_exchange_is_ranked(small, summary):
 
 @pytest.mark.parametrize('choice', [('--keep-float', 2), ('--max-drop', 100)])
 def test_the_costliest_functions_stay(small, summary, tmp_path, choice):
-    command(*quantize(small, tmp_path, 1, 0, '--sensitive', summary, *choice))
+    words = quantize(small, tmp_path, 1, 0, '--sensitive', summary, *choice)
+    command(*words)
     report = json.loads((tmp_path / 'exp' / 'report.json').read_text())
     order = worst(json.loads(summary.read_text()))
     stay = [path for unit in order[: choice[1] if choice[0] == '--keep-float' else 0] for path in unit['twins']]
     assert sorted(report['kept_activations']) == sorted(stay) and not report['kept_float']
+    if '--keep-float' in choice:
+        exchanged_ones = len(exchangeable(small.float_model(), 'relu')) - len(stay)
+        assert f'{exchanged_ones} activation functions become relu' in command(*words, '--dry-run')
     model = load_any(tmp_path / 'exp' / report['adapted']['file'])[0]
     assert sorted(exchangeable(model, 'relu')) == sorted(stay)
 
@@ -411,6 +415,16 @@ def test_what_learning_does_not_win_back_stays(small, summary, tmp_path):
     assert sorted(exchangeable(load_any(file)[0], 'relu')) == sorted(stay)
     kept = report['adapted']['against_float']['difference'] >= 0
     assert kept or ('not kept' in said and 2 * n >= len(ranked))
+
+
+def test_only_functions_that_are_exchanged_may_stay(small, summary, tmp_path):
+    """With a single unit none may, whether the budget is kept or not."""
+    words = '--activation-only', 'model.0', '--sensitive', summary, '--max-drop', 0
+    said = command(*quantize(small, tmp_path, 1, 0, *words))
+    assert 'functions that stay' not in said and (tmp_path / 'exp' / 'weights' / 'best.pt').is_file()
+    assert json.loads((tmp_path / 'exp' / 'report.json').read_text())['kept_activations'] == []
+    again = quantize(small, tmp_path, 1, 0, *words[:4], '--keep-float', 1)
+    assert 'has 1 units that are not left out' in command(*again, code=2)
 
 
 def test_a_loss_within_the_interval_keeps_no_function_that_need_not_learn(small, tmp_path):
@@ -433,7 +447,8 @@ def test_a_summary_of_another_activation_is_refused(small, summary, tmp_path):
 
 def test_interrupted_in_the_adaptation_and_gone_on_with_is_the_same_run(small, tmp_path, run):
     assert '--resume' in interrupt('relu, epoch 2/2', 1, *quantize(small, tmp_path, 2, 1))
-    command('qat.py', 'quantize', '--resume', tmp_path / 'exp')
+    said = command('qat.py', 'quantize', '--resume', tmp_path / 'exp')
+    assert '--activation-epochs 1 will take about' in said, 'one is done'
     assert alike(tmp_path / 'exp', run)
 
 

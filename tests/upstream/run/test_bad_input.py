@@ -1,5 +1,6 @@
 """Bad input: each command answers in one line, with the file or flag and what is allowed, exits with code 2, and writes nothing."""
 
+import shlex
 import shutil
 
 import numpy as np
@@ -67,7 +68,10 @@ qat.py quantize --weights {single} --hyp {hyp} --data {data} --imgsz 64 --worker
     --activation polynomial --target onnxruntime                 | ONNX Runtime computes it no faster
     --activation relu6                                           | computes it no faster than a ReLU; use relu
     --activation-only model.0          | needs --activation
-    --activation relu --activation-only model.77                | matches no quantized layer
+    --activation relu --activation-only model.77                | matches no activation function to exchange
+    --data ''                          | --data: must not be empty
+    --name ''                          | --name: must not be empty
+    --target edge --activation relu6 --keep-float 1             | leaves layers in float
     --weights resnet9 --dry-run        | no network of torchvision
 qat.py quantize --imgsz 64 --device cpu
                                        | required: --weights
@@ -141,6 +145,10 @@ reparameterization.py --save {out}/saved.pt --weights {dual}
     --cfg {out}/none.yaml              | --cfg; none.yaml: no such file
     --cfg {demo_yaml}                  | --cfg; yolov9-demo.yaml; another model
     --model x                          | --model; t; s; m; c; e
+    --weights {classifier} --fold-pools | --fold-pools: the model has no AConv; go on with: python qat.py quantize
+scripts/audit_onnx.py {files}/a.onnx
+    --json {files}/a.onnx              | --json; a.onnx: expected the name of a file ending in .json
+    --json ''                          | --json: must not be empty
 compare_outputs.py --device cpu --batch-size 2
     {files}/a.onnx {files}/b.onnx      | --data, --random; one of the two
     {files}/a.onnx {files}/b.onnx --random 1 --backend onnxruntime,openvino,pt2 | give one, or one for each of the 2 models
@@ -332,7 +340,7 @@ EACH = list(cases(CASES))
 @pytest.mark.parametrize('line, says', EACH, ids=[line.replace('{', '').replace('}', '') for line, _ in EACH])
 def test_bad_input_is_one_line_and_exit_code_2(given, tmp_path, capsys, monkeypatch, line, says):
     monkeypatch.chdir(tmp_path)
-    file, *words = [word.format(**given, out=tmp_path) for word in line.split()]
+    file, *words = [word.format(**given, out=tmp_path) for word in shlex.split(line)]
     inputs = given['single'].parent, given['files'], given['wrong'], given['segmenter'].parent
     before = written(*inputs)
     assert run_command(program(file).main, words) == 2

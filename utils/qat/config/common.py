@@ -38,6 +38,11 @@ class FolderConfig(Settings):
     name: str = option('exp', 'results go to PROJECT/NAME')
     exist_ok: bool = option(False, 'write into PROJECT/NAME of an earlier run')
 
+    def problems(self) -> Iterable[tuple[object, str]]:
+        """Check the name; see Settings.problems."""
+        yield from super().problems()
+        yield not self.name, '--name: must not be empty'
+
 
 @dataclass(frozen=True, kw_only=True)
 class LabelledConfig(Settings):
@@ -61,6 +66,7 @@ class LabelledConfig(Settings):
 
     def problems(self) -> Iterable[tuple[object, str]]:
         """Check the normalisation; see Settings.problems."""
+        yield from super().problems()
         yield (
             len(self.mean) != 3 or len(self.std) != 3 or min(self.std) <= 0,
             '--mean, --std: three numbers each, for red, green and blue; --std above 0',

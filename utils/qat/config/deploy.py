@@ -149,6 +149,14 @@ class AuditConfig(Settings):
     )
     strict: bool = option(False, 'exit with 1 if there is any finding')
 
+    def problems(self) -> Iterable[tuple[object, str]]:
+        """Check the file to write; see Settings.problems."""
+        yield from super().problems()
+        yield (
+            self.json and (self.json.suffix != '.json' or self.json.is_dir()),
+            f'--json {self.json}: expected the name of a file ending in .json',
+        )
+
 
 @dataclass(frozen=True)
 class DrawConfig(Settings):
@@ -324,6 +332,7 @@ class VerifyConfig(FolderConfig):
 
     def problems(self) -> Iterable[tuple[object, str]]:
         """Check the options that need each other; see Settings.problems."""
+        yield from super().problems()
         for task in ('segment', 'classify'):
             given = getattr(self, task), getattr(self, f'{task}_data')
             yield given.count(None) == 1, f'--{task}, --{task}-data: give both or none'

@@ -182,6 +182,7 @@ class PtqConfig(Settings):
 
     def problems(self) -> Iterable[tuple[object, str]]:
         """Check the percentile; see Settings.problems."""
+        yield from super().problems()
         yield (
             self.given(['percentile']) and self.calib_method != 'percentile',
             f'--percentile {self.percentile:g}: only with --calib-method percentile',
@@ -316,7 +317,7 @@ class QuantizeConfig(CalibrationConfig):
         yield from super().problems()
         yield (
             self.activation_only and not self.exchanges,
-            '--activation-only: needs --activation polynomial or relu; leave it out',
+            '--activation-only: needs --activation polynomial, relu or relu6; leave it out',
         )
         choosing = self.given(('keep_float', 'max_drop'))
         yield (
@@ -328,7 +329,7 @@ class QuantizeConfig(CalibrationConfig):
             f'--hyp {self.hyp}: augmented images are squares; give one number for --imgsz, or leave --hyp out',
         )
         yield ',' in choosing, f'{choosing}: give one of the two'
-        left = self.given(('keep_float', 'max_drop', 'exclude', 'only'))
+        left = self.given(('keep_float', *['max_drop'] * bool(self.sensitive), 'exclude', 'only'))
         yield (
             left and self.target in TARGETS and self.made_for.integers,
             f'{left}: leaves layers in float, and --target {self.target} computes integers alone; leave it out',

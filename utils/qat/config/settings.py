@@ -4,7 +4,7 @@ Annotations are read as types, so a file with settings has no `from __future__ i
 """
 
 import math
-from argparse import SUPPRESS, BooleanOptionalAction, _ArgumentGroup
+from argparse import SUPPRESS, ArgumentTypeError, BooleanOptionalAction, _ArgumentGroup
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import MISSING, Field, dataclass, field, fields
 from functools import partial
@@ -251,12 +251,20 @@ def _how(field: Field, option: Option) -> dict[str, Any]:
         return {
             'action': BooleanOptionalAction if option.negatable else 'store_false' if field.default else 'store_true'
         }
-    how: dict[str, object] = {'type': option.parse or one, 'metavar': option.metavar or METAVARS.get(one)}
+    read = partial(_path, option.parse or Path) if one is Path else option.parse or one
+    how: dict[str, object] = {'type': read, 'metavar': option.metavar or METAVARS.get(one)}
     if option.parse:
         return how
     if isinstance(option.allowed, tuple) and not option.metavar:
         how['metavar'] = f'{{{",".join(map(str, option.allowed))}}}'
     return {**how, 'nargs': '+'} if several or option.each else how
+
+
+def _path(read: Callable[[str], object], word: str) -> object:
+    """Read a path: an empty word, such as of an unset variable, would be the current folder."""
+    if not word:
+        raise ArgumentTypeError('must not be empty')
+    return read(word)
 
 
 def help_of(field: Field, option: Option) -> str:

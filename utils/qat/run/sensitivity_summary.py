@@ -168,7 +168,10 @@ def read_summary(
     made for the `activation` of this run; `functions` are paths of the functions that it exchanges. Raises QatError if the file is
     no summary, belongs to another checkpoint or placement, or has a unit that the model lacks.
     """
-    again = f'write it with: python qat.py sensitive{f" --target {target.name}" * (target.name != DEFAULT_TARGET)}'
+    made_for_it = f' --target {target.name}' * (target.name != DEFAULT_TARGET) + f' --activation {activation}' * (
+        activation != 'keep'
+    )
+    again = f'write it with: python qat.py sensitive{made_for_it}'
     require_file(path, '--sensitive', ('.json',))
     with reporting(f'--sensitive {path}: no summary of a sensitivity analysis', ValueError, remedy=again, most=100):
         summary = read_json(path)
@@ -213,7 +216,9 @@ def worst(summary: Summary) -> list[Unit]:
 
 
 def options_for(summary: Summary) -> list[object]:
-    """Choose the options of `quantize` with which units stay, or none: [] if the images show no loss."""
+    """Choose the options of `quantize` with which units stay, or none: [] if the images show no loss, or if none can stay."""
+    if TARGETS[summary['settings']['target']].integers:
+        return []
     whole = summary['int8'].get('against_float')
     if whole is None:  # without AP there is no budget
         return ['--sensitive', FILE, '--keep-float', 1]
@@ -222,7 +227,9 @@ def options_for(summary: Summary) -> list[object]:
 
 
 def nothing_lost(summary: Summary) -> str:
-    """Say that no unit has to stay; '' if one has, or if AP was not measured."""
+    """Say that no unit can stay, or has to; '' if one has, or if AP was not measured."""
+    if TARGETS[summary['settings']['target']].integers:
+        return f'None can stay: --target {summary["settings"]["target"]} computes integers alone.'
     needed = options_for(summary)
     return (
         ''

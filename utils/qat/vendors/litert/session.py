@@ -27,7 +27,7 @@ from utils.qat.vendors.session import IMAGES, OUTPUTS, Session, Signature
 
 METADATA = 'metadata.json'  # member of the zip file that is appended to a .tflite file, where Ultralytics' package looks for it
 LARGEST_METADATA = 4_000_000  # bytes
-INSTALL = 'pip install --no-deps -r requirements-litert.txt'
+INSTALL = 'in the folder of this toolkit: pip install --no-deps -r requirements-litert.txt'
 AGAIN = 'write it again with export_qat.py --include litert'
 WEIGHTED = {'CONV_2D', 'DEPTHWISE_CONV_2D', 'TRANSPOSE_CONV', 'FULLY_CONNECTED'}
 TRIAL_SECONDS = 300

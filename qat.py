@@ -116,10 +116,10 @@ def quantize(config: QuantizeConfig, folder: Path | None) -> None:
     inputs = open_inputs(config)
     work = open_work(inputs)
     target = inputs.config.target
-    if not inputs.config.reduce_range and target in BACKENDS and measured_by(target).overflows():
-        LOGGER.warning(f'--target {target}: INT8 is right on this CPU only with --reduce-range')
     folder = from_first(folder)  # the others have None
     begin(inputs, folder)
+    if not inputs.config.reduce_range and target in BACKENDS and measured_by(target).overflows():
+        LOGGER.warning(f'--target {target}: INT8 is right on this CPU only with --reduce-range')
     run = Run(inputs, work, folder)
     with resumable(folder / STATE, repeated('qat.py', 'quantize', '--resume', folder)):
         announce(run, inputs.config, work)

@@ -95,6 +95,7 @@ class DeepStreamFile:
         self.batch = image[0] if isinstance(image[0], int) else 1
         self.stride, names = stride_and_names(session.file, signature.metadata)
         self.names, self.notes, self.device = names or {}, session.notes, session.device
+        self.path, self.quantized_for = session.file, None  # for `image_size`
 
     def __call__(self, images: torch.Tensor) -> torch.Tensor:
         """Predict for an image FP32 [1, 3, H, W] in 0..1: [1, 4 + nc, N]."""
@@ -194,6 +195,8 @@ def save(image: np.ndarray, path: Path) -> None:
 
 def infer(predict: Any, files: dict[Path, str], config: InferConfig, folder: Path | None) -> int:
     """Detect objects in files (file → its name), print them, and draw them into `folder`; return how many cannot be read."""
+    import cv2
+
     size = image_size(config.imgsz, predict)
     names = predict.names or {}
     unread = total = skipped = 0
@@ -212,8 +215,10 @@ def infer(predict: Any, files: dict[Path, str], config: InferConfig, folder: Pat
         if not rows:
             LOGGER.info(f'{name}: nothing found')
         if folder:
-            save(drawn(image, rows, masks, names), folder / name)
+            save(drawn(image, rows, masks, names), folder / (name if cv2.haveImageWriter(name) else f'{name}.png'))
         total += len(rows)
+    if unread == len(files):
+        raise QatError(f'{config.images}: OpenCV can read no image of it; give others')
     broken = f' ({skipped} more left out: NaN or infinite)' if skipped else ''
     saved = f', pictures in {folder}' if folder else ''
     for line in predict.notes:

@@ -131,12 +131,17 @@ def masks_layout(model: ModelProto, nms: Nms, pooling: Pooling) -> ModelProto:
     return model
 
 
-def deepstream_config(onnx: str, classes: int, batch: int = 1, int8: bool = False, plugin: Plugin = YOLO) -> str:
+def deepstream_config(
+    onnx: str, classes: int, batch: int = 1, int8: bool = False, plugin: Plugin = YOLO, builds: bool = True
+) -> str:
     """Write the configuration of nvinfer for an ONNX file.
 
     A batch above 1 needs a file that takes it. With int8 (Q/DQ) there is no calibration and no calibration table;
-    else nvinfer builds an FP16 engine.
+    else nvinfer builds an FP16 engine. builds: whether DeepStream can build the engine.
     """
+    engine = (
+        'built at the first start, unless it is there' if builds else 'to build beforehand: DeepStream cannot build it'
+    )
     return f"""\
 # {onnx} in {plugin.folder}, by yolov9-qat: put both files and {LABELS} into its folder. Paths are relative to this file.
 [property]
@@ -145,7 +150,7 @@ gie-unique-id=1
 process-mode=1
 interval=0
 onnx-file={onnx}
-# built at the first start, unless it is there: docs/deploy.md of yolov9-qat tells how to build it beforehand
+# {engine}; docs/deploy.md of yolov9-qat tells how
 model-engine-file=model_b{batch}_gpu0_{'int8' if int8 else 'fp16'}.engine
 labelfile-path={LABELS}
 batch-size={batch}
@@ -192,9 +197,10 @@ class DeepStream(Format):
             f'{config.weights}: YOLOv9 {"INT8" if export.int8 else "float"}, head {type(head_of(model)).__name__}'
         )
         names = [str(name) for name in model.names.values()]
+        builds = not half and not (export.int8 and export.predict.task.masks)
         texts = {
             LABELS: ''.join(f'{name}\n' for name in names),
-            plugin.config: deepstream_config(path.name, len(names), config.batch_size, export.int8, plugin),
+            plugin.config: deepstream_config(path.name, len(names), config.batch_size, export.int8, plugin, builds),
         }
         folder = path.parent
         for file, text in texts.items():

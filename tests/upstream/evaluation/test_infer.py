@@ -268,6 +268,23 @@ def test_an_unreadable_image_is_named_and_the_others_done(start, files, tmp_path
     said, _ = start(files / 'deepstream.onnx', 'some', code=1)
     assert 'warning: some/a.jpg: OpenCV cannot read it' in said and 'b.JPG: ' in said
     assert not (tmp_path / 'runs').exists()
+    _, complaint = start(files / 'deepstream.onnx', 'some/a.jpg', code=2)
+    assert 'some/a.jpg: OpenCV can read no image of it' in complaint
+
+
+def test_a_picture_of_a_format_that_opencv_only_reads_is_a_png(start, files, tmp_path):
+    image = next((files / 'images').iterdir())
+    (tmp_path / 'some').mkdir()
+    for name in ('a.mpo', 'b.jpg'):
+        shutil.copy(image, tmp_path / 'some' / name)
+    start(files / 'plain.onnx', 'some', '--save')
+    assert {'a.mpo.png', 'b.jpg'} <= {f.name for f in (tmp_path / 'runs/infer').iterdir()}
+
+
+@pytest.mark.parametrize('kind', ['plain', 'deepstream'])
+def test_a_file_of_another_size_is_refused(start, files, kind):
+    _, complaint = start(files / f'{kind}.onnx', next((files / 'images').iterdir()), '--imgsz', 96, code=2)
+    assert f'--imgsz 96: {files / kind}.onnx takes ' in complaint
 
 
 def test_no_room_for_the_pictures(files, tmp_path):

@@ -123,6 +123,11 @@ def settings_of(text):
     return parser['property'], parser['class-attrs-all']
 
 
+@pytest.mark.parametrize('builds, says', [(True, 'built at the first start'), (False, 'DeepStream cannot build it')])
+def test_the_configuration_says_who_builds_the_engine(builds, says):
+    assert says in deepstream_config('m.pt.onnx', 7, builds=builds)
+
+
 @pytest.mark.parametrize('int8, mode, precision', [(True, '1', 'int8'), (False, '2', 'fp16')])
 def test_configuration(int8, mode, precision):
     settings, classes = settings_of(deepstream_config('m.pt.onnx', 7, batch=4, int8=int8))

@@ -65,7 +65,7 @@ def read_model(file: Path) -> openvino.Model:
     load_openvino(str(file))
     if file.suffix.lower() == '.onnx':
         return _from_onnx(load(file), file)
-    with refusing(file, 'read it', 'write it again with export_qat.py --include openvino'):
+    with refusing(file, 'read it', 'copy it and its .bin again, or write both with export_qat.py --include openvino'):
         model = one_core().read_model(_whole(file))
     for kind, ports in (('input', model.inputs), ('output', model.outputs)):
         for number, port in enumerate(ports):

@@ -329,7 +329,7 @@ class QuantizeConfig(CalibrationConfig):
             f'--hyp {self.hyp}: augmented images are squares; give one number for --imgsz, or leave --hyp out',
         )
         yield ',' in choosing, f'{choosing}: give one of the two'
-        left = self.given(('keep_float', *['max_drop'] * bool(self.sensitive), 'exclude', 'only'))
+        left = self.given(('keep_float', 'exclude', 'only', *(('max_drop',) if self.sensitive else ())))
         yield (
             left and self.target in TARGETS and self.made_for.integers,
             f'{left}: leaves layers in float, and --target {self.target} computes integers alone; leave it out',

@@ -6,7 +6,7 @@ from typing import Any, TypedDict
 
 from matplotlib.figure import Figure
 
-from utils.qat.config.qat import SensitiveConfig
+from utils.qat.config.qat import LEARNT, SensitiveConfig
 from utils.qat.config.settings import closing
 from utils.qat.config.tables import DEFAULT_TARGET, TARGETS
 from utils.qat.config.tasks import Task
@@ -168,10 +168,9 @@ def read_summary(
     made for the `activation` of this run; `functions` are paths of the functions that it exchanges. Raises QatError if the file is
     no summary, belongs to another checkpoint or placement, or has a unit that the model lacks.
     """
-    made_for_it = f' --target {target.name}' * (target.name != DEFAULT_TARGET) + f' --activation {activation}' * (
-        activation != 'keep'
-    )
-    again = f'write it with: python qat.py sensitive{made_for_it}'
+    again = f'write it with: python qat.py sensitive{f" --target {target.name}" * (target.name != DEFAULT_TARGET)}'
+    if activation in LEARNT:
+        again += f' --activation {activation}'
     require_file(path, '--sensitive', ('.json',))
     with reporting(f'--sensitive {path}: no summary of a sensitivity analysis', ValueError, remedy=again, most=100):
         summary = read_json(path)

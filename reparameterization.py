@@ -85,7 +85,6 @@ def require_match(args: Namespace, model: Network, single: Network) -> None:
 def main(argv: Sequence[str] | None = None) -> None:
     """Run the command. argv: None = the words of this process."""
     args = parse_args(argv)
-    from models.common import AConv
 
     from models.quantize.checkpoint import CheckpointFile
     from models.quantize.network import head_of
@@ -96,10 +95,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     with quiet_upstream():
         ckpt, model = CheckpointFile(args.weights).load_dual_or_float()
         has_two = type(head_of(model)).__name__ in HEADS
-        foldable = TorchModel(model).task.boxes and any(type(m) is AConv for m in model.modules())
         go_on = f'go on with: {command("qat.py", "quantize", "--weights", args.weights, "--data", "DATA.yaml")}'
-        if args.fold_pools and not foldable:
-            raise QatError(f'--fold-pools: the model has no AConv; {"leave it out" if has_two else go_on}')
+        none_to_fold = f'--fold-pools: the model has no AConv; {"leave it out" if has_two else go_on}'
+        if args.fold_pools and not TorchModel(model).task.boxes:
+            raise QatError(none_to_fold)
         if not has_two and not args.fold_pools:
             raise QatError(
                 f'--weights {args.weights}: has one branch (its head is {type(head_of(model)).__name__}), so there is none to remove; '
@@ -109,6 +108,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         single, difference = main_branch(model, f'--weights {args.weights}') if has_two else (model, None)
         require_match(args, model, single)
         folded = fold_pools(single) if args.fold_pools else 0
+        if args.fold_pools and not folded:
+            raise QatError(none_to_fold)
 
     remaining = sum(p.numel() for p in single.parameters())
     args.save.parent.mkdir(parents=True, exist_ok=True)

@@ -10,6 +10,7 @@ from models.quantize.convert import find_twins
 from utils.qat.config.qat import QuantizeConfig
 from utils.qat.core.errors import QatError, reporting
 from utils.qat.core.log import LOGGER
+from utils.qat.core.text import counted
 from utils.qat.core.upstream import Network
 from utils.qat.evaluation.interval import Change, boxes_and_masks, in_words, points_lost
 from utils.qat.run.sensitivity_summary import Summary, Unit, read_summary, worst
@@ -102,7 +103,7 @@ def kept_of(reference: Network, config: QuantizeConfig, source: str) -> tuple[Ke
     if len(units) == len(summary['units']):
         flag = config.given(('keep_float', 'max_drop'))
         raise QatError(
-            f'{flag}: {config.sensitive} has {len(units)} units that are not left out, and one at least must be quantized'
+            f'{flag}: {config.sensitive} has {counted(len(units), "unit")} not left out, and one at least must be quantized'
         )
     chosen = replace(functions if ranks_activations(summary) else blocks, summary=summary)
     chosen = chosen.adding(units) if units else chosen

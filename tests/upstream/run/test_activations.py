@@ -424,7 +424,7 @@ def test_only_functions_that_are_exchanged_may_stay(small, summary, tmp_path):
     assert 'functions that stay' not in said and (tmp_path / 'exp' / 'weights' / 'best.pt').is_file()
     assert json.loads((tmp_path / 'exp' / 'report.json').read_text())['kept_activations'] == []
     again = quantize(small, tmp_path, 1, 0, *words[:4], '--keep-float', 1)
-    assert 'has 1 units that are not left out' in command(*again, code=2)
+    assert 'has 1 unit not left out' in command(*again, code=2)
 
 
 def test_a_loss_within_the_interval_keeps_no_function_that_need_not_learn(small, tmp_path):
